@@ -1,0 +1,1 @@
+"""nvfp4: kernel autotuning and dispatch for W4A16 NVFP4 inference."""

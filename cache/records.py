@@ -1,0 +1,98 @@
+"""Measurement and Plan: what the tuner records and what the dispatcher reads. Plain records, no torch, no SQL."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+import uuid
+
+import msgspec
+
+from ..kernels.problem import Device, Problem
+
+__all__ = ["BASELINE", "PROTOCOLS", "STATUSES", "Environment", "Interval", "LayoutPlan", "Measurement", "Plan"]
+
+STATUSES = ("ok", "wrong", "nan", "invalid", "build_error", "launch_error", "crash", "timeout", "oom")
+
+# screen: a few milliseconds of replays, one per config. final: interleaved with the incumbent, sustained clocks; what
+# decides. burst: after an idle pause, for reports.
+PROTOCOLS = ("screen", "final", "burst")
+
+BASELINE = "bf16_matmul"  # torch.matmul on dequantised weights: what users have today; measured, never planned
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """The software a measurement ran on; versions as text, "" when absent."""
+
+    nvfp4: str
+    torch: str
+    triton: str = ""
+    cutlass_dsl: str = ""
+    cuda: str = ""
+    driver: str = ""
+    timing: str = "1"  # version of the timing protocol: rows of other versions are not compared
+
+
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """One piece of evidence: a candidate on a problem at one M, on one device and environment."""
+
+    device: Device
+    environment: Environment
+    problem: Problem
+    kernel: str
+    config: str  # canonical JSON (Config.to_json)
+    layout: str
+    implementation: str  # implementation_hash(kernel)
+    m: int
+    status: str  # one of STATUSES
+    protocol: str = "screen"  # one of PROTOCOLS
+    p20_us: float | None = None
+    p50_us: float | None = None
+    p80_us: float | None = None
+    samples: int = 0
+    relative_error: float | None = None  # Frobenius norm against the exact reference
+    clock_mhz: int | None = None  # SM clock while it was timed
+    detail: str = ""  # the message of a failure
+    when: float = msgspec.field(default_factory=time.time)  # seconds since the epoch
+    uuid: str = msgspec.field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class Interval(msgspec.Struct, frozen=True, kw_only=True):
+    """From m_lo to m_hi tokens (both included; None: no end) run this candidate."""
+
+    m_lo: int
+    m_hi: int | None
+    kernel: str
+    config: str
+    expected_us: float  # measured at the interval's largest anchor
+    runner_up: str = ""  # "kernel {config}" of the best other kernel there
+    margin: float = 0.0  # runner-up's time over the winner's, minus 1
+
+
+class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """The best candidates that read one weight layout; intervals ascend from 1 without gaps, the last is open."""
+
+    layout: str
+    intervals: tuple[Interval, ...]
+    traffic_us: float  # traffic-weighted mean of the winners' times: layouts are compared by it
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    """The decision for one problem on one device."""
+
+    device: Device
+    problem: Problem
+    layout: str  # the marked one: what `nvfp4.pack` converts to
+    layouts: tuple[LayoutPlan, ...]
+    traffic: str  # name of the weighting over M
+    environment: Environment
+
+    @property
+    def id(self) -> str:
+        """Hash of the content: equal decisions have equal ids."""
+        return hashlib.sha256(msgspec.json.encode(self, order="sorted")).hexdigest()[:16]
+
+    def intervals(self, layout: str | None = None) -> tuple[Interval, ...]:
+        """Intervals of one layout (the marked one by default); () when that layout was not measured."""
+        wanted = layout or self.layout
+        return next((entry.intervals for entry in self.layouts if entry.layout == wanted), ())

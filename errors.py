@@ -1,0 +1,57 @@
+"""Every error a user can meet.
+
+Each message says what was wrong, what was got, what was expected and what to do; `message` puts the four in order.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BuildError",
+    "DatabaseError",
+    "InvalidInput",
+    "NoDevice",
+    "NotWarm",
+    "Nvfp4Error",
+    "Unsupported",
+    "message",
+]
+
+
+def message(what: str, *, got: object = None, expected: object = None, do: str = "") -> str:
+    """One line from the four parts; parts that are not given are left out."""
+    parts = [what]
+    if got is not None:
+        parts.append(f"got {got}")
+    if expected is not None:
+        parts.append(f"expected {expected}")
+    if do:
+        parts.append(do)
+    return "; ".join(parts)
+
+
+class Nvfp4Error(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class InvalidInput(Nvfp4Error, ValueError):
+    """A tensor, shape, value or option that no kernel can take."""
+
+
+class Unsupported(Nvfp4Error, NotImplementedError):
+    """The input is valid, but no kernel here can compute it; the message lists every kernel's reason."""
+
+
+class NotWarm(Nvfp4Error, RuntimeError):
+    """A problem met CUDA graph capture before it was ever bound."""
+
+
+class BuildError(Nvfp4Error, RuntimeError):
+    """A kernel did not compile."""
+
+
+class DatabaseError(Nvfp4Error, RuntimeError):
+    """The tuning database cannot be opened or written; nothing in it was changed."""
+
+
+class NoDevice(Nvfp4Error, RuntimeError):
+    """The device that was asked for is not there."""

@@ -1,0 +1,1 @@
+"""What can run: formats, references and candidate kernels."""

@@ -1,0 +1,1 @@
+"""Candidates of the gemm op: one spec file each."""
