@@ -80,6 +80,9 @@ class Kernel(ABC):
     packages: ClassVar[tuple[str, ...]] = ()  # distributions whose version decides the machine code: ("triton",)
     deterministic: ClassVar[bool] = True  # bitwise equal from run to run
     conformance_skip: ClassVar[str] = ""  # a reason here opts out of the conformance test
+    # Ranges of M (both ends included, None: no end) this family is made for. An untuned problem runs the kernel with
+    # the narrowest range that contains M; a measurement always beats this declaration.
+    made_for: ClassVar[tuple[tuple[int, int | None], ...]] = ((1, None),)
 
     def layout(self, device: Device, problem: Problem) -> str:
         """The weight layout that this kernel reads on that device."""
