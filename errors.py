@@ -50,7 +50,17 @@ class BuildError(Nvfp4Error, RuntimeError):
 
 
 class DatabaseError(Nvfp4Error, RuntimeError):
-    """The tuning database cannot be opened or written; nothing in it was changed."""
+    """The tuning database cannot be opened or written; nothing in it was changed.
+
+    Attributes
+    ----------
+    reason : str
+        "missing", "corrupt", "newer", "foreign", "readonly", "unreadable", "locked", "full" or "io".
+    """
+
+    def __init__(self, text: str, *, reason: str = "io") -> None:
+        super().__init__(text)
+        self.reason = reason
 
 
 class NoDevice(Nvfp4Error, RuntimeError):

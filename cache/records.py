@@ -65,7 +65,7 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     kernel: str
     config: str
     expected_us: float  # measured at the interval's largest anchor
-    runner_up: str = ""  # "kernel {config}" of the best other kernel there
+    runner_up: str = ""  # "kernel {config}" of the best other candidate there, measured under the same protocol
     margin: float = 0.0  # runner-up's time over the winner's, minus 1
 
 
@@ -74,7 +74,8 @@ class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     layout: str
     intervals: tuple[Interval, ...]
-    traffic_us: float  # traffic-weighted mean of the winners' times: layouts are compared by it
+    traffic_us: float | None  # traffic-weighted mean of the winners' times, by which layouts are compared; None: the
+    # layout has no candidate at the largest M that another layout was measured at, so it cannot be marked
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,202 @@
+"""The database as a file: where it is, opening it, what can be wrong with it, and moving a damaged one aside."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import quote
+
+from ..errors import DatabaseError, message
+from .schema import APPLICATION_ID, VERSION
+
+__all__ = ["check_schema", "connect_reader", "connect_writer", "default_path", "explain", "set_aside"]
+
+BUSY_TIMEOUT_S = 5.0
+
+_DO = {
+    "missing": "run `nvfp4 tune`, or name another file in NVFP4_DB",
+    "corrupt": "`nvfp4 tune` moves it aside and starts a fresh one",
+    "newer": "update nvfp4, or name another file in NVFP4_DB",
+    "foreign": "it belongs to another program: name another file in NVFP4_DB",
+    "readonly": "give this user write permission on the file and its folder, or name another file in NVFP4_DB",
+    "unreadable": "give this user read permission, or name another file in NVFP4_DB",
+    "locked": "wait until the other process is done",
+    "full": "free some space on that disk, then run it again: what was saved before is kept",
+    "io": "check the disk that the file is on",
+}
+
+
+_BY_ERRNO = {
+    errno.ENOSPC: "full",
+    errno.EDQUOT: "full",
+    errno.EACCES: "readonly",
+    errno.EPERM: "readonly",
+    errno.EROFS: "readonly",
+}
+
+
+def default_path() -> Path:
+    """NVFP4_DB if set, else `nvfp4.db` in the user's cache folder."""
+    named = os.environ.get("NVFP4_DB")
+    if named:
+        return Path(named).expanduser()
+    from platformdirs import user_cache_path
+
+    return user_cache_path("nvfp4", appauthor=False) / "nvfp4.db"
+
+
+def failure(path: Path, reason: str, what: str, *, got: object = None, do: str = "") -> DatabaseError:
+    """A DatabaseError that names the file and says what to do."""
+    return DatabaseError(message(f"database {path}: {what}", got=got, do=do or _DO[reason]), reason=reason)
+
+
+@contextmanager
+def explain(path: Path) -> Iterator[None]:
+    """Turn what SQLite or the file system raises into a DatabaseError with a reason."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        reason = _reason(error, path)
+        raise failure(path, reason, str(error)) from error
+    except OSError as error:
+        reason = _BY_ERRNO.get(error.errno or 0, "io")
+        raise failure(path, reason, error.strerror or str(error)) from error
+
+
+def _reason(error: sqlite3.Error, path: Path) -> str:
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    by_code = {
+        sqlite3.SQLITE_CORRUPT: "corrupt",
+        sqlite3.SQLITE_NOTADB: "corrupt",
+        sqlite3.SQLITE_SCHEMA: "corrupt",
+        sqlite3.SQLITE_READONLY: "readonly",
+        sqlite3.SQLITE_PERM: "readonly",
+        sqlite3.SQLITE_BUSY: "locked",
+        sqlite3.SQLITE_LOCKED: "locked",
+        sqlite3.SQLITE_FULL: "full",
+    }
+    if code == sqlite3.SQLITE_CANTOPEN:
+        return "unreadable" if path.exists() and not os.access(path, os.R_OK) else "readonly"
+    return by_code.get(code, "io")
+
+
+def inspect_file(path: Path) -> None:
+    """Raise what can be seen without SQLite: a missing file, a folder, no permission, a file cut short.
+
+    Raises
+    ------
+    DatabaseError
+        With reason "missing", "corrupt" or "unreadable".
+    """
+    try:
+        if path.is_dir():
+            raise failure(path, "corrupt", "it is a folder, not a file", do="name a file in NVFP4_DB")
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(100)
+    except FileNotFoundError as error:
+        raise failure(path, "missing", "there is none") from error
+    except OSError as error:
+        raise failure(path, "unreadable", error.strerror or str(error)) from error
+    if size and not header.startswith(b"SQLite format 3\0"):
+        raise failure(path, "corrupt", "it is not a database")
+    if size and not Path(f"{path}-wal").exists():
+        # SQLite reads pages that are cut off as zeros and does not always complain.
+        page_bytes = int.from_bytes(header[16:18], "big")
+        page_bytes = 65536 if page_bytes == 1 else page_bytes
+        if size < page_bytes * int.from_bytes(header[28:32], "big"):
+            raise failure(path, "corrupt", "it is cut short", got=f"{size} bytes")
+
+
+def check_schema(connection: sqlite3.Connection, path: Path) -> bool:
+    """Whether the database has its tables; False for a fresh one.
+
+    Raises
+    ------
+    DatabaseError
+        With reason "newer" or "foreign".
+    """
+    version = connection.execute("PRAGMA user_version").fetchone()[0]
+    application = connection.execute("PRAGMA application_id").fetchone()[0]
+    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+    if not tables - {"_sqlite_migrations", "sqlite_sequence"}:
+        return False
+    if application != APPLICATION_ID:
+        raise failure(path, "foreign", "it holds other tables", got=", ".join(sorted(tables)[:4]))
+    if version > VERSION:
+        raise failure(path, "newer", f"its schema has version {version}, this nvfp4 knows {VERSION}")
+    return True
+
+
+def connect_writer(path: Path) -> sqlite3.Connection:
+    """Open for writing; the caller holds the lock. A missing or empty file becomes a fresh database."""
+    if path.exists():
+        inspect_file(path)
+        if not os.access(path, os.W_OK):
+            raise failure(path, "readonly", "the file is read-only")
+    if not os.access(path.parent, os.W_OK):
+        raise failure(path, "readonly", "its folder is read-only")
+    with explain(path):
+        connection = sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        try:
+            present = check_schema(connection, path)
+            if present and (found := connection.execute("PRAGMA quick_check (1)").fetchone()[0]) != "ok":
+                raise failure(path, "corrupt", found.splitlines()[-1])
+            connection.execute("PRAGMA journal_mode = WAL")
+            # A killed process loses nothing; a power cut may lose the last commits, never the database.
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA foreign_keys = ON")
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def connect_reader(path: Path) -> sqlite3.Connection:
+    """Open for reading, creating no file beside the database: a plain read of a WAL database would leave two.
+
+    With no WAL file there is no writer, so the file is opened as immutable, which also works in a read-only folder.
+
+    Raises
+    ------
+    DatabaseError
+        With any reason but "full"; a fresh file counts as "missing".
+    """
+    inspect_file(path)
+    mode = "mode=ro" if Path(f"{path}-wal").exists() else "mode=ro&immutable=1"
+    with explain(path):
+        uri = f"file:{quote(str(path.resolve()))}?{mode}"
+        connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        try:
+            if not check_schema(connection, path):
+                raise failure(path, "missing", "it is empty")
+        except BaseException:
+            connection.close()
+            raise
+    return connection
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged database, its WAL first: a WAL left behind would be replayed into the fresh one.
+
+    Returns
+    -------
+    Path
+        The new name, `<path>.corrupt-<UTC time>`.
+    """
+    with explain(path):
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+        kept = Path(f"{path}.corrupt-{stamp}")
+        number = 1
+        while kept.exists():
+            kept = Path(f"{path}.corrupt-{stamp}-{number}")
+            number += 1
+        for suffix in ("-wal", "-shm", "-journal", ""):
+            if Path(f"{path}{suffix}").exists():
+                os.rename(f"{path}{suffix}", f"{kept}{suffix}")
+    return kept

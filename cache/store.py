@@ -1,0 +1,284 @@
+"""Store: the tuning database. One writer at a time, any number of readers."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sqlite3
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..errors import DatabaseError, InvalidInput, message
+from ..kernels.problem import Device, Problem
+from . import rows
+from .files import connect_reader, connect_writer, default_path, explain, failure, set_aside
+from .records import PROTOCOLS, STATUSES, Measurement, Plan
+from .schema import migrate
+
+if TYPE_CHECKING:
+    from filelock import BaseFileLock
+
+__all__ = ["Store", "open_or_set_aside"]
+
+
+class Store:
+    """An open database; made by `Store.open`, closed by `close` or at the end of a `with` block.
+
+    Not for use from several threads, nor across a fork.
+    """
+
+    def __init__(self, path: Path, connection: sqlite3.Connection, lock: BaseFileLock | None) -> None:
+        self.path = path
+        self.readonly = lock is None
+        self._connection = connection
+        self._lock = lock
+        self._names = rows.Names(connection)
+
+    @classmethod
+    def open(cls, path: Path | None = None, *, readonly: bool = False, wait_s: float = 0.0) -> Store:
+        """Open a database; for writing, make it when it is not there.
+
+        Parameters
+        ----------
+        path
+            The file; by default NVFP4_DB, or `nvfp4.db` in the user's cache folder.
+        readonly
+            Take no lock and write nothing, not even files beside the database.
+        wait_s
+            How long to wait for another writer, in seconds.
+
+        Raises
+        ------
+        DatabaseError
+            Its `reason` says which: "missing" (only when `readonly`), "corrupt", "newer", "foreign", "readonly",
+            "unreadable", "locked", "full" or "io".
+        """
+        path = default_path() if path is None else Path(path)
+        if readonly:
+            return cls(path, connect_reader(path), None)
+        lock = _lock(path, wait_s)
+        try:
+            return cls._open_locked(path, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @classmethod
+    def _open_locked(cls, path: Path, lock: BaseFileLock) -> Store:
+        connection = connect_writer(path)
+        try:
+            with explain(path):
+                migrate(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(path, connection, lock)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file and let the next writer in."""
+        try:
+            self._connection.close()
+        finally:
+            if self._lock is not None:
+                self._lock.release()
+
+    def add(self, measurements: Iterable[Measurement]) -> int:
+        """Save measurements in one transaction; those whose uuid is there already are skipped.
+
+        Returns
+        -------
+        int
+            How many were new.
+
+        Raises
+        ------
+        InvalidInput
+            A status or protocol that does not exist, or an "ok" without a time. Nothing was saved.
+        DatabaseError
+            The disk is full, the file read-only, or the like. Nothing was saved.
+        """
+        added = 0
+        with self._transaction():
+            for measurement in measurements:
+                _check(measurement)
+                added += rows.insert_measurement(self._connection, self._names, measurement)
+        return added
+
+    def measurements(self, device: Device, problem: Problem) -> list[Measurement]:
+        """All that was measured for one problem on one device, oldest first."""
+        with explain(self.path):
+            device_id, problem_id = self._pair(device, problem)
+            if device_id is None or problem_id is None:
+                return []
+            return list(rows.select_measurements(self._connection, device_id, problem_id))
+
+    def all_measurements(self) -> Iterator[Measurement]:
+        """Every measurement of the database, oldest first."""
+        with explain(self.path):
+            yield from rows.select_measurements(self._connection)
+
+    def problems(self) -> list[tuple[Device, Problem]]:
+        """Every device and problem that was measured or planned."""
+        with explain(self.path):
+            return rows.select_problems(self._connection)
+
+    def save_plan(self, plan: Plan) -> None:
+        """Save a plan: it becomes the one in force for its device and problem; older ones stay.
+
+        Raises
+        ------
+        DatabaseError
+            As for `add`.
+        """
+        with self._transaction():
+            rows.delete_plan(self._connection, plan.id)
+            rows.insert_plan(self._connection, self._names, plan)
+
+    def load_plan(self, device: Device, problem: Problem) -> Plan | None:
+        """The plan in force for one problem on one device, or None.
+
+        Raises
+        ------
+        DatabaseError
+            The stored plan is not valid (reason "corrupt").
+        """
+        with explain(self.path):
+            device_id, problem_id = self._pair(device, problem)
+            if device_id is None or problem_id is None:
+                return None
+            numbers = rows.plan_numbers(self._connection, device_id, problem_id)
+            return rows.plan_at(self._connection, numbers[0]) if numbers else None
+
+    def plans(self) -> list[Plan]:
+        """The plan in force of every device and problem, in the order they were saved."""
+        with explain(self.path):
+            return [rows.plan_at(self._connection, number) for number in rows.plan_numbers(self._connection)]
+
+    def merge_from(self, other: Path) -> int:
+        """Add the measurements of another database; those that are here already are skipped.
+
+        Commutative and idempotent: the same rows result in whatever order files are merged, however often. Plans are
+        not merged: make them again from the merged measurements.
+
+        Returns
+        -------
+        int
+            How many were new.
+
+        Raises
+        ------
+        DatabaseError
+            The other file cannot be read, or this one not written. Nothing was saved.
+        """
+        with Store.open(other, readonly=True) as source:
+            return self.add(source.all_measurements())
+
+    def _pair(self, device: Device, problem: Problem) -> tuple[int | None, int | None]:
+        return self._names.device(device, add=False), self._names.problem(problem, add=False)
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        if self.readonly:
+            raise failure(self.path, "readonly", "it was opened for reading", do="open it without readonly=True")
+        with explain(self.path):
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+                self._connection.execute("COMMIT")
+            except BaseException:
+                self._names.forget()
+                # A full disk may have ended the transaction already.
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+
+def _check(measurement: Measurement) -> None:
+    if measurement.status not in STATUSES:
+        raise InvalidInput(
+            message("a measurement with an unknown status", got=measurement.status, expected=", ".join(STATUSES))
+        )
+    if measurement.protocol not in PROTOCOLS:
+        raise InvalidInput(
+            message("a measurement with an unknown protocol", got=measurement.protocol, expected=", ".join(PROTOCOLS))
+        )
+    if measurement.status == "ok" and not (measurement.p50_us is not None and 0 < measurement.p50_us < float("inf")):
+        raise InvalidInput(
+            message('a measurement with status "ok" needs its median', got=measurement.p50_us, expected="p50_us > 0")
+        )
+    if measurement.m < 1:
+        raise InvalidInput(message("a measurement of no tokens", got=f"m={measurement.m}", expected="m >= 1"))
+
+
+def open_or_set_aside(path: Path | None = None, *, wait_s: float = 0.0) -> tuple[Store, Path | None]:
+    """Open for writing; a damaged file is renamed and a fresh database started.
+
+    Only damage is moved: a newer, foreign or read-only database raises, and so do a folder that is not empty and an
+    unreadable file of another user.
+
+    Returns
+    -------
+    tuple of Store and Path or None
+        The open database, and the new name of the damaged file if there was one.
+
+    Raises
+    ------
+    DatabaseError
+        As for `Store.open`.
+    """
+    path = default_path() if path is None else Path(path)
+    lock = _lock(path, wait_s)
+    try:
+        try:
+            return Store._open_locked(path, lock), None
+        except DatabaseError as error:
+            if not _may_move(path, error.reason):
+                raise
+        kept = set_aside(path)
+        return Store._open_locked(path, lock), kept
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _may_move(path: Path, reason: str) -> bool:
+    if path.is_dir():
+        return not any(path.iterdir())
+    return reason == "corrupt" or (reason == "unreadable" and path.stat().st_uid == os.geteuid())
+
+
+def _lock(path: Path, wait_s: float) -> BaseFileLock:
+    """Take the writer's lock: `<path>.lock`, which holds a line that says who has it."""
+    from filelock import FileLock, Timeout
+
+    lock_path = Path(f"{path}.lock")
+    with explain(path):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = FileLock(lock_path, thread_local=False)
+        try:
+            lock.acquire(timeout=wait_s)
+        except Timeout as error:
+            owner = lock_path.read_text(errors="replace").strip() or "another process"
+            raise failure(
+                path,
+                "locked",
+                f"{owner} is writing to it",
+                do="wait until it is done or stop it, or name another file in NVFP4_DB and merge later",
+            ) from error
+        try:
+            lock_path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+        except BaseException:
+            lock.release()
+            raise
+    return lock
