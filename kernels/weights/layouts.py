@@ -1,0 +1,99 @@
+"""The registry of weight layouts, and `to_layout`, which converts a checkpoint's tensors into one of them.
+
+Every module of this folder with a `LAYOUTS` tuple offers layouts: adding one means adding one file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from ...errors import InvalidInput, message
+from .codec import GROUP, e4m3_bytes
+from .swizzle import unswizzle
+from .weight import Weight, validate
+
+__all__ = ["Layout", "layout", "layout_ids", "to_layout"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One layout: how to make it from validated tensors, and how to undo it.
+
+    `pack` takes what `validate` returns (uint8 [N, K/2], uint8 [N, K/16], float32 [1] or [N]) and works where those
+    tensors are. `to_checkpoint` returns weight, weight_scale (float8_e4m3fn) and weight_scale_2.
+    """
+
+    id: str
+    pack: Callable[[Tensor, Tensor, Tensor], Weight]
+    to_checkpoint: Callable[[Weight], tuple[Tensor, Tensor, Tensor]]
+
+
+@cache
+def _all() -> dict[str, Layout]:
+    package = importlib.import_module(".", __package__)
+    found: dict[str, Layout] = {}
+    for info in pkgutil.iter_modules(package.__path__):
+        for entry in getattr(importlib.import_module(f".{info.name}", __package__), "LAYOUTS", ()):
+            assert entry.id not in found, entry.id
+            found[entry.id] = entry
+    return found
+
+
+def layout_ids() -> tuple[str, ...]:
+    """Ids of all layouts, sorted."""
+    return tuple(sorted(_all()))
+
+
+def layout(layout_id: str) -> Layout:
+    """The layout of that id; InvalidInput names the known ones."""
+    found = _all().get(layout_id)
+    if found is None:
+        raise InvalidInput(
+            message("unknown weight layout", got=repr(layout_id), expected=f"one of {', '.join(layout_ids())}")
+        )
+    return found
+
+
+def to_layout(
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    *,
+    layout_id: str = "checkpoint",
+    scale_layout: str = "linear",
+    repair_nan: bool = False,
+) -> Weight:
+    """Check a checkpoint's tensors and convert them.
+
+    Parameters
+    ----------
+    weight, weight_scale, weight_scale_2
+        As `validate` takes them.
+    layout_id
+        The layout of the result.
+    scale_layout
+        "linear", or "swizzled" when weight_scale is in the 128x4 order (any shape).
+    repair_nan
+        Take 448 for NaN block scales instead of raising.
+
+    Raises
+    ------
+    InvalidInput
+        The tensors, the layout or the option is wrong.
+    """
+    target = layout(layout_id)
+    if scale_layout == "swizzled":
+        weight_scale = unswizzle(weight_scale, weight.shape[0], 2 * weight.shape[-1] // GROUP)
+    elif scale_layout != "linear":
+        raise InvalidInput(message("unknown scale_layout", got=repr(scale_layout), expected='"linear" or "swizzled"'))
+    if repair_nan:
+        scale = e4m3_bytes(weight_scale)
+        weight_scale = torch.where((scale & 0x7F) == 0x7F, 0x7E, scale)
+    return target.pack(*validate(weight, weight_scale, weight_scale_2))
