@@ -10,13 +10,25 @@ import msgspec
 
 from ..kernels.problem import Device, Problem
 
-__all__ = ["BASELINE", "PROTOCOLS", "STATUSES", "Environment", "Interval", "LayoutPlan", "Measurement", "Plan"]
+__all__ = [
+    "BASELINE",
+    "PROTOCOLS",
+    "STATUSES",
+    "TIMING",
+    "Environment",
+    "Interval",
+    "LayoutPlan",
+    "Measurement",
+    "Plan",
+]
 
 STATUSES = ("ok", "wrong", "nan", "invalid", "build_error", "launch_error", "crash", "timeout", "oom")
 
 # screen: a few milliseconds of replays, one per config. final: interleaved with the incumbent, sustained clocks; what
 # decides. burst: after an idle pause, for reports.
 PROTOCOLS = ("screen", "final", "burst")
+
+TIMING = "1"  # version of the timing protocol: rows of other versions are not compared
 
 BASELINE = "bf16_matmul"  # torch.matmul on dequantised weights: what users have today; measured, never planned
 
@@ -30,7 +42,7 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     cutlass_dsl: str = ""
     cuda: str = ""
     driver: str = ""
-    timing: str = "1"  # version of the timing protocol: rows of other versions are not compared
+    timing: str = TIMING
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):

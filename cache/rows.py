@@ -13,8 +13,6 @@ from ..errors import DatabaseError, message
 from ..kernels.problem import Device, Problem
 from .records import Environment, Interval, LayoutPlan, Measurement, Plan
 
-R = TypeVar("R")
-
 __all__ = [
     "Names",
     "delete_plan",
@@ -23,7 +21,10 @@ __all__ = [
     "plan_at",
     "plan_numbers",
     "select_measurements",
+    "select_problems",
 ]
+
+R = TypeVar("R")
 
 _DEVICE = (
     "kind",

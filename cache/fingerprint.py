@@ -1,0 +1,77 @@
+"""What software runs here, and whether a measurement still describes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+
+from .records import TIMING, Environment, Measurement
+
+__all__ = ["changes", "environment", "is_current"]
+
+
+@cache
+def environment() -> Environment:
+    """The software of this process. Creates no CUDA context and imports no compiler."""
+    import torch
+
+    return Environment(
+        nvfp4=_version("nvfp4"),
+        torch=torch.__version__,
+        triton=_version("triton"),
+        cutlass_dsl=_version("nvidia-cutlass-dsl"),
+        cuda=torch.version.cuda or "",
+        driver=_driver(),
+    )
+
+
+def _version(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    """The NVIDIA driver's version, "" on a machine that has none."""
+    try:
+        import pynvml
+    except ImportError:
+        return ""
+    try:
+        pynvml.nvmlInit()  # type: ignore[no-untyped-call]
+    except pynvml.NVMLError:  # no driver
+        return ""
+    try:
+        text = pynvml.nvmlSystemGetDriverVersion()
+    finally:
+        pynvml.nvmlShutdown()  # type: ignore[no-untyped-call]
+    return text.decode() if isinstance(text, bytes) else str(text)
+
+
+def is_current(measurement: Measurement, implementation_by_kernel: Mapping[str, str], *, timing: str = TIMING) -> bool:
+    """Whether a measurement still counts: its kernel is unchanged, and it was timed by the same protocol.
+
+    A changed kernel retires its own rows only. A new driver or torch retires none: see `changes`.
+
+    Parameters
+    ----------
+    implementation_by_kernel
+        `implementation_hash` of every kernel that exists here, by name.
+    timing
+        The version of the timing protocol to compare with; by default that of this nvfp4.
+    """
+    return (
+        implementation_by_kernel.get(measurement.kernel) == measurement.implementation
+        and measurement.environment.timing == timing
+    )
+
+
+def changes(measured: Environment, now: Environment) -> tuple[str, ...]:
+    """What differs, as "driver 580.1 -> 590.2"; such rows count, but are worth a `nvfp4 tune --refresh`."""
+    return tuple(
+        f"{name} {getattr(measured, name) or 'none'} -> {getattr(now, name) or 'none'}"
+        for name in Environment.__struct_fields__
+        if getattr(measured, name) != getattr(now, name)
+    )

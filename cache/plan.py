@@ -1,0 +1,199 @@
+"""From evidence to a decision: intervals of M for every layout, and which layout is marked.
+
+For one layout, the Ms with a time are its anchors. The best candidate of an anchor serves every M from just above
+the anchor before it up to the anchor itself: M is rounded up, since a kernel that computes tiles takes at M at most
+the time it takes at the next anchor. The tuner refines a crossover by measuring at further Ms, which are anchors like
+any other. Beyond the last anchor its best candidate goes on.
+
+A candidate serves a range only if its kernel says it is valid at both ends and at the anchors inside, and if it did
+not fail at an M inside; else the next best of that anchor does. If none can, the next anchor's range begins earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import InvalidInput, message
+from ..kernels.kernel import Kernel
+from ..kernels.problem import Device, Problem
+from .evidence import Candidate, Evidence, Timed, gather
+from .records import Environment, Interval, LayoutPlan, Measurement, Plan
+
+__all__ = ["TRAFFIC", "make_plan"]
+
+FAR = 2**20  # an M that stands for "however large" when a kernel is asked whether it is valid
+
+# The share of calls in each band of M, given by the band's upper end; inside a band every anchor counts the same.
+# decode-heavy: serving, where a prompt is one call of many tokens and its answer some hundred calls of few.
+TRAFFIC: Mapping[str, tuple[tuple[int | None, float], ...]] = {
+    "decode-heavy": ((8, 0.50), (64, 0.40), (512, 0.08), (None, 0.02)),
+    "uniform": ((8, 0.25), (64, 0.25), (512, 0.25), (None, 0.25)),
+}
+
+# A layout other than the checkpoint's costs a conversion, so it must be worth it.
+CHECKPOINT_ADVANTAGE = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The range of M that one anchor decides; m_hi None: no end."""
+
+    m_lo: int
+    m_hi: int | None
+    best: Timed
+    runner_up: Timed | None
+
+
+def make_plan(
+    device: Device,
+    problem: Problem,
+    measurements: Iterable[Measurement],
+    *,
+    kernels: Mapping[str, Kernel],
+    environment: Environment,
+    traffic: str = "decode-heavy",
+    allow_nondeterministic: bool = False,
+    implementation_by_kernel: Mapping[str, str] | None = None,
+) -> Plan | None:
+    """The best plan that the measurements support, or None when no layout has a candidate for every M.
+
+    Parameters
+    ----------
+    measurements
+        Of this device and problem; others are left out, and so is all that `evidence.gather` does not trust.
+    kernels
+        The kernels that exist here, by name.
+    environment
+        Saved with the plan; times of another timing protocol than its `timing` are left out.
+    traffic
+        A name in `TRAFFIC`: how much each M weighs when layouts are compared.
+    allow_nondeterministic
+        Take candidates whose results differ in the last bits from run to run.
+    implementation_by_kernel
+        What `evidence.implementations(kernels)` returns, for callers that plan often.
+
+    Raises
+    ------
+    InvalidInput
+        An unknown traffic.
+    """
+    if traffic not in TRAFFIC:
+        raise InvalidInput(message("unknown traffic", got=traffic, expected=" or ".join(TRAFFIC)))
+    evidence = gather(
+        device,
+        problem,
+        measurements,
+        kernels,
+        implementation_by_kernel=implementation_by_kernel,
+        timing=environment.timing,
+        allow_nondeterministic=allow_nondeterministic,
+    )
+    pieces = {layout: found for layout in evidence.layouts() if (found := _pieces(evidence, layout))}
+    if not pieces:
+        return None
+    anchors = sorted({piece.best.m for found in pieces.values() for piece in found})
+    layouts = tuple(
+        LayoutPlan(layout=layout, intervals=_merge(found), traffic_us=_traffic_us(found, anchors, traffic))
+        for layout, found in pieces.items()
+    )
+    return Plan(
+        device=device,
+        problem=problem,
+        layout=_marked(layouts),
+        layouts=layouts,
+        traffic=traffic,
+        environment=environment,
+    )
+
+
+def _pieces(evidence: Evidence, layout: str) -> list[Piece]:
+    """Ranges that ascend from 1 without gaps to an open one; [] when that is impossible."""
+    anchors = evidence.anchors(layout)
+    pieces: list[Piece] = []
+    m_lo = 1
+    for m in anchors:
+        piece = _piece(evidence, evidence.times[layout, m], m_lo, m)
+        if piece is not None:
+            pieces.append(piece)
+            m_lo = m + 1
+    for m in reversed(anchors):
+        piece = _piece(evidence, evidence.times[layout, m], m_lo, None)
+        if piece is not None:
+            return [*pieces, piece]
+    return []
+
+
+def _piece(evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int | None) -> Piece | None:
+    best: Timed | None = None
+    for timed in ranked:
+        if best is not None and timed.protocol != best.protocol:
+            break  # a screen says nothing beside a final
+        if not _serves(evidence, timed.candidate, m_lo, m_hi):
+            continue
+        if best is not None:
+            return Piece(m_lo, m_hi, best, timed)
+        best = timed
+    return None if best is None else Piece(m_lo, m_hi, best, None)
+
+
+def _serves(evidence: Evidence, candidate: Candidate, m_lo: int, m_hi: int | None) -> bool:
+    last = max(m_lo, FAR) if m_hi is None else m_hi
+    if any(m_lo <= m <= last for m in evidence.failures.get(candidate, ())):
+        return False
+    inside = (m for m in evidence.anchors(candidate.layout) if m_lo < m < last)
+    return all(evidence.is_valid(candidate, m) for m in (m_lo, *inside, last))
+
+
+def _merge(pieces: Sequence[Piece]) -> tuple[Interval, ...]:
+    """Neighbours with the same candidate become one interval, with the figures of its largest anchor."""
+    merged: list[Piece] = []
+    for piece in pieces:
+        if merged and merged[-1].best.candidate == piece.best.candidate:
+            piece = Piece(merged.pop().m_lo, piece.m_hi, piece.best, piece.runner_up)
+        merged.append(piece)
+    return tuple(_interval(piece) for piece in merged)
+
+
+def _interval(piece: Piece) -> Interval:
+    other = piece.runner_up
+    return Interval(
+        m_lo=piece.m_lo,
+        m_hi=piece.m_hi,
+        kernel=piece.best.candidate.kernel,
+        config=piece.best.candidate.config,
+        expected_us=piece.best.p50_us,
+        runner_up=f"{other.candidate.kernel} {other.candidate.config}" if other else "",
+        margin=other.p50_us / piece.best.p50_us - 1 if other else 0.0,
+    )
+
+
+def _traffic_us(pieces: Sequence[Piece], anchors: Sequence[int], traffic: str) -> float | None:
+    """The mean time of a call, or None when an anchor of another layout lies beyond what was measured in this one."""
+    total_us = total = 0.0
+    above = 0
+    for upper, share in TRAFFIC[traffic]:
+        times = [_time_us(pieces, m) for m in anchors if above < m and (upper is None or m <= upper)]
+        known = [time for time in times if time is not None]
+        if len(known) < len(times):
+            return None
+        if known:
+            total_us += share * sum(known) / len(known)
+            total += share
+        above = upper or above
+    return total_us / total
+
+
+def _time_us(pieces: Sequence[Piece], m: int) -> float | None:
+    piece = next(piece for piece in pieces if piece.m_hi is None or m <= piece.m_hi)
+    return piece.best.p50_us if piece.best.m >= m else None
+
+
+def _marked(layouts: Sequence[LayoutPlan]) -> str:
+    # The layout that was planned from the largest anchor has a mean, so there is always one to take.
+    means = {entry.layout: entry.traffic_us for entry in layouts if entry.traffic_us is not None}
+    best = min(means, key=lambda layout: (means[layout], layout))
+    checkpoint_us = means.get("checkpoint")
+    if checkpoint_us is not None and checkpoint_us <= means[best] * (1 + CHECKPOINT_ADVANTAGE):
+        return "checkpoint"
+    return best
