@@ -7,14 +7,14 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
 from ..errors import DatabaseError, message
 from .schema import APPLICATION_ID, VERSION
 
-__all__ = ["check_schema", "connect_reader", "connect_writer", "default_path", "explain", "set_aside"]
+__all__ = ["check_schema", "connect_reader", "connect_writer", "default_path", "explain", "set_aside", "settle"]
 
 BUSY_TIMEOUT_S = 5.0
 
@@ -27,7 +27,7 @@ _DO = {
     "unreadable": "give this user read permission, or name another file in NVFP4_DB",
     "locked": "wait until the other process is done",
     "full": "free some space on that disk, then run it again: what was saved before is kept",
-    "io": "check the disk that the file is on",
+    "io": "check the file and the disk that it is on",
 }
 
 
@@ -44,7 +44,7 @@ def default_path() -> Path:
     """NVFP4_DB if set, else `nvfp4.db` in the user's cache folder."""
     named = os.environ.get("NVFP4_DB")
     if named:
-        return Path(named).expanduser()
+        return Path(os.path.expanduser(named))
     from platformdirs import user_cache_path
 
     return user_cache_path("nvfp4", appauthor=False) / "nvfp4.db"
@@ -85,8 +85,8 @@ def _reason(error: sqlite3.Error, path: Path) -> str:
     return by_code.get(code, "io")
 
 
-def inspect_file(path: Path) -> None:
-    """Raise what can be seen without SQLite: a missing file, a folder, no permission, a file cut short.
+def inspect_file(path: Path) -> bytes:
+    """The file's header; raises what can be seen without SQLite: no file, a folder, no permission, a file cut short.
 
     Raises
     ------
@@ -111,6 +111,7 @@ def inspect_file(path: Path) -> None:
         page_bytes = 65536 if page_bytes == 1 else page_bytes
         if size < page_bytes * int.from_bytes(header[28:32], "big"):
             raise failure(path, "corrupt", "it is cut short", got=f"{size} bytes")
+    return header
 
 
 def check_schema(connection: sqlite3.Connection, path: Path) -> bool:
@@ -121,6 +122,9 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> bool:
     DatabaseError
         With reason "newer" or "foreign".
     """
+    if sqlite3.sqlite_version_info < (3, 37):
+        # An older one would call every STRICT table damaged.
+        raise failure(path, "io", f"SQLite {sqlite3.sqlite_version} is too old", do="use a Python with SQLite 3.37")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
     tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -157,20 +161,29 @@ def connect_writer(path: Path) -> sqlite3.Connection:
     return connection
 
 
-def connect_reader(path: Path) -> sqlite3.Connection:
-    """Open for reading, creating no file beside the database: a plain read of a WAL database would leave two.
+def settle(connection: sqlite3.Connection) -> None:
+    """Put everything into the one file before closing: it can then be copied, and read from a read-only folder."""
+    # A reader that is open at this moment prevents it: the WAL stays, and the next writer to close does this.
+    with suppress(sqlite3.OperationalError):
+        connection.execute("PRAGMA journal_mode = DELETE")
 
-    With no WAL file there is no writer, so the file is opened as immutable, which also works in a read-only folder.
+
+def connect_reader(path: Path) -> sqlite3.Connection:
+    """Open for reading, creating no file beside the database.
 
     Raises
     ------
     DatabaseError
         With any reason but "full"; a fresh file counts as "missing".
     """
-    inspect_file(path)
-    mode = "mode=ro" if Path(f"{path}-wal").exists() else "mode=ro&immutable=1"
+    header = inspect_file(path)
+    # A plain read of a WAL database leaves two files beside it, and fails in a folder that is read-only. `settle` sees
+    # to it that a closed database is no WAL database; one that became so otherwise (copied while it was open) has no
+    # writer if it has no WAL file, so nothing can change under an immutable read.
+    alone = header[18:20] == b"\2\2" and not Path(f"{path}-wal").exists()
+    mode = "mode=ro&immutable=1" if alone else "mode=ro"
     with explain(path):
-        uri = f"file:{quote(str(path.resolve()))}?{mode}"
+        uri = f"file:{quote(os.fsencode(path.resolve()))}?{mode}"
         connection = sqlite3.connect(uri, uri=True, timeout=BUSY_TIMEOUT_S, isolation_level=None)
         try:
             if not check_schema(connection, path):

@@ -1,4 +1,4 @@
-"""What the dispatcher needs: the plan of a problem, from whatever database there is, without ever raising or writing."""
+"""What the dispatcher needs: the plan of a problem, whatever state the database is in, without raising or writing."""
 
 from __future__ import annotations
 

@@ -187,7 +187,10 @@ def _convert(value: Any, wanted: type[R], what: str) -> R:
 
 def _invalid(what: str, error: Exception | str) -> DatabaseError:
     return DatabaseError(
-        message(f"the database holds {what} that is not valid: {error}", do="run `nvfp4 tune` with a fresh database"),
+        message(
+            f"the database holds {what} that is not valid: {error}",
+            do="remove that row, or name another file in NVFP4_DB",
+        ),
         reason="corrupt",
     )
 

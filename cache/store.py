@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..errors import DatabaseError, InvalidInput, message
 from ..kernels.problem import Device, Problem
 from . import rows
-from .files import connect_reader, connect_writer, default_path, explain, failure, set_aside
+from .files import connect_reader, connect_writer, default_path, explain, failure, set_aside, settle
 from .records import PROTOCOLS, STATUSES, Measurement, Plan
 from .schema import migrate
 
@@ -87,11 +87,14 @@ class Store:
 
     def close(self) -> None:
         """Close the file and let the next writer in."""
+        if self._lock is None:
+            self._connection.close()
+            return
         try:
+            settle(self._connection)
             self._connection.close()
         finally:
-            if self._lock is not None:
-                self._lock.release()
+            self._lock.release()
 
     def add(self, measurements: Iterable[Measurement]) -> int:
         """Save measurements in one transaction; those whose uuid is there already are skipped.
