@@ -1,1 +1,37 @@
-"""nvfp4: kernel autotuning and dispatch for W4A16 NVFP4 inference."""
+"""nvfp4: kernel autotuning and dispatch for W4A16 NVFP4 inference.
+
+Importing it registers `torch.ops.nvfp4.gemm`, `gemm.out` and `dequantize`; it makes no CUDA context and loads none of
+the compilers, the database or the tuner.
+"""
+
+from importlib.metadata import version as _version
+
+from .dispatch.ops import dequantize, gemm
+from .dispatch.pack import pack
+from .dispatch.table import UntunedWarning
+from .dispatch.warmup import warmup
+from .errors import BuildError, DatabaseError, InvalidInput, NoDevice, NotWarm, Nvfp4Error, Unsupported
+from .kernels.problem import Problem
+from .kernels.weights.codec import quantize
+from .kernels.weights.weight import Weight
+
+__version__ = _version("nvfp4")
+
+__all__ = [
+    "BuildError",
+    "DatabaseError",
+    "InvalidInput",
+    "NoDevice",
+    "NotWarm",
+    "Nvfp4Error",
+    "Problem",
+    "Unsupported",
+    "UntunedWarning",
+    "Weight",
+    "__version__",
+    "dequantize",
+    "gemm",
+    "pack",
+    "quantize",
+    "warmup",
+]

@@ -1,1 +1,1 @@
-"""."""
+"""The online half: ops, packing, binding and warm-up."""

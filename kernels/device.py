@@ -6,6 +6,7 @@ import os
 import platform
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -74,7 +75,7 @@ def describe(device: torch.device | str) -> Device:
 
 @cache
 def _describe_cuda(index: int) -> Device:
-    facts = torch.cuda.get_device_properties(index)
+    facts: Any = torch.cuda.get_device_properties(index)  # its stub lacks fields
     return Device(
         kind="cuda",
         name=facts.name,

@@ -17,7 +17,9 @@ Why each buffer lives as long as it must:
 
 from __future__ import annotations
 
+import importlib
 import threading
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +56,8 @@ def zeroed_counters(device: torch.device, count: int) -> Tensor:
     if counters is None or counters.numel() < count:
         _arena(index)  # made here, so that captures find its stream and memory ready
         size = max(MIN_COUNT, 1 << (count - 1).bit_length())
-        counters = _eager[key] = torch.zeros(size, dtype=torch.int32, device=torch.device("cuda", index))
+        with torch.inference_mode(False):  # they outlive the caller's mode
+            counters = _eager[key] = torch.zeros(size, dtype=torch.int32, device=torch.device("cuda", index))
     return counters
 
 
@@ -70,8 +73,7 @@ def _for_capture(key: tuple[int, int], count: int) -> Tensor:
 
 
 def _capture_id(stream: int) -> int:
-    from cuda.bindings import runtime
-
+    runtime: Any = importlib.import_module("cuda.bindings.runtime")
     error, _status, capture, *_ = runtime.cudaStreamGetCaptureInfo(runtime.cudaStream_t(stream))
     assert error == runtime.cudaError_t.cudaSuccess, error
     return int(capture)
@@ -92,12 +94,12 @@ class _Arena:
         self.device = torch.device("cuda", index)
         # Nothing is ever launched on this stream. The allocator keeps blocks by stream, so what it hands out here was
         # never used by other work, and a stream that is not captured allocates outside the graph's pool.
-        self.stream = torch.cuda.Stream(self.device)
+        self.stream: Any = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.lock = threading.Lock()
         self.free = self._chunk(ARENA_COUNT)
 
     def _chunk(self, count: int) -> Tensor:
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self.stream), torch.inference_mode(False):
             return torch.empty(count, dtype=torch.int32, device=self.device)
 
     def take(self, count: int) -> Tensor:

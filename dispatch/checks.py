@@ -1,0 +1,212 @@
+"""What the ops accept: every check of an argument, and its message.
+
+They run once per combination of shapes, dtypes and the like, not at every call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput, message
+from ..kernels.weights.layouts import layout as get_layout
+from ..kernels.weights.weight import is_aligned, validate
+
+__all__ = ["DTYPE_NAMES", "check_gemm", "check_inner", "check_out", "check_x", "refuse_grad"]
+
+DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def check_gemm(
+    x: Tensor,  # [..., K] bfloat16 or float16
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    weight_scale_2: Tensor,
+    bias: Tensor | None,
+    pre_quant_scale: Tensor | None,
+    layout: str,
+    out_features: int | None,
+) -> tuple[int, int]:
+    """N and K of a gemm whose arguments belong together.
+
+    Raises
+    ------
+    InvalidInput
+        They do not; the message says which, what was got and what was expected.
+    """
+    k = check_x(x)
+    get_layout(layout)
+    if layout == "checkpoint":
+        n = _check_checkpoint(x, weight, weight_scale, weight_scale_2, out_features)
+    else:
+        n = _check_blob(x, weight, weight_scale, weight_scale_2, layout, out_features)
+    _check_vector("bias", bias, x, n, "N", (x.dtype, torch.float32))
+    _check_vector("pre_quant_scale", pre_quant_scale, x, k, "K", (x.dtype,))
+    return n, k
+
+
+def check_x(x: Tensor) -> int:
+    """K of an acceptable x: [..., K], bfloat16 or float16, last dimension contiguous."""
+    if x.dtype not in DTYPE_NAMES:
+        raise InvalidInput(
+            message(
+                "wrong dtype of x",
+                got=x.dtype,
+                expected="torch.bfloat16 or torch.float16",
+                do="cast x, or run under torch.autocast",
+            )
+        )
+    if x.ndim == 0:
+        raise InvalidInput(message("x has no dimensions", got="a scalar", expected="[..., K]"))
+    if x.stride(-1) != 1 and x.shape[-1] != 1 and x.numel():
+        raise InvalidInput(
+            message(
+                "the last dimension of x is not contiguous",
+                got=f"shape {tuple(x.shape)}, strides {x.stride()}",
+                expected="stride 1 there; rows may be strided",
+                do="call .contiguous()",
+            )
+        )
+    return x.shape[-1]
+
+
+def check_inner(x: Tensor, weight: Tensor) -> None:
+    """Whether x [..., K] has the K of a checkpoint's weight [N, K/2]."""
+    k = 2 * weight.shape[-1]
+    if x.shape[-1] != k:
+        raise InvalidInput(
+            message(
+                "x and weight do not fit",
+                got=f"x of shape {tuple(x.shape)} and weight of shape {tuple(weight.shape)}",
+                expected=f"x of shape (..., {k}): a byte of weight holds two elements",
+            )
+        )
+
+
+def check_out(out: Tensor, x: Tensor, n: int) -> None:
+    """Whether the result of x may be written into `out`."""
+    expected = (*x.shape[:-1], n)
+    if (out.dtype, out.device, tuple(out.shape)) != (x.dtype, x.device, expected):
+        raise InvalidInput(
+            message(
+                "out does not fit",
+                got=f"{out.dtype} {tuple(out.shape)} on {out.device}",
+                expected=f"{x.dtype} {expected} on {x.device}",
+            )
+        )
+    if not out.is_contiguous() or not is_aligned(out):
+        raise InvalidInput(
+            message(
+                "out must be contiguous and 16-byte aligned",
+                got=f"strides {out.stride()}, address modulo 16 = {out.data_ptr() % 16}",
+                do="pass a whole tensor",
+            )
+        )
+
+
+def refuse_grad() -> None:
+    """The error of a call that autograd would have to record."""
+    raise InvalidInput(
+        message(
+            "nvfp4 ops have no gradient",
+            got="x that requires grad, with grad mode on",
+            do="call under torch.inference_mode() or torch.no_grad(), or pass x.detach()",
+        )
+    )
+
+
+def _check_checkpoint(
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, weight_scale_2: Tensor, out_features: int | None
+) -> int:
+    if weight_scale is None:
+        raise InvalidInput(
+            message("weight_scale is missing", got=None, expected='[N, K/16] e4m3 for layout "checkpoint"')
+        )
+    validate(weight, weight_scale, weight_scale_2, values=False)  # reading values would wait for the device
+    n = weight.shape[0]
+    check_inner(x, weight)
+    if out_features is not None and out_features != n:
+        raise InvalidInput(message("wrong out_features", got=out_features, expected=f"{n}, the rows of weight"))
+    _check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
+    _check_aligned(weight=weight, weight_scale=weight_scale)
+    return n
+
+
+def _check_blob(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    weight_scale_2: Tensor,
+    layout: str,
+    out_features: int | None,
+) -> int:
+    if out_features is None or out_features < 1:
+        raise InvalidInput(
+            message("wrong out_features", got=out_features, expected=f'N of the weight, for layout "{layout}"')
+        )
+    if weight.dtype != torch.uint8 or not weight.is_contiguous():
+        raise InvalidInput(
+            message(
+                "weight is not a packed one",
+                got=f"{weight.dtype}, strides {weight.stride()}",
+                expected="contiguous uint8, as nvfp4.pack returns it",
+            )
+        )
+    tensors = {"weight": weight}
+    if weight_scale is not None:
+        if weight_scale.dtype not in (torch.uint8, torch.float8_e4m3fn) or not weight_scale.is_contiguous():
+            raise InvalidInput(
+                message(
+                    "wrong weight_scale",
+                    got=f"{weight_scale.dtype}, strides {weight_scale.stride()}",
+                    expected="contiguous e4m3 or its uint8 view, as nvfp4.pack returns it",
+                )
+            )
+        tensors["weight_scale"] = weight_scale
+    if weight_scale_2.dtype != torch.float32 or weight_scale_2.numel() not in (1, out_features):
+        raise InvalidInput(
+            message(
+                "wrong weight_scale_2",
+                got=f"{weight_scale_2.dtype} {tuple(weight_scale_2.shape)}",
+                expected=f"torch.float32 [1] or [{out_features}]",
+            )
+        )
+    _check_device(x, weight_scale_2=weight_scale_2, **tensors)
+    _check_aligned(**tensors)
+    return out_features
+
+
+def _check_vector(
+    name: str, tensor: Tensor | None, x: Tensor, size: int, letter: str, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    if tensor is None:
+        return
+    _check_device(x, **{name: tensor})
+    if tensor.dtype not in dtypes or tuple(tensor.shape) != (size,):
+        raise InvalidInput(
+            message(
+                f"wrong {name}",
+                got=f"{tensor.dtype} {tuple(tensor.shape)}",
+                expected=f"[{letter}] = ({size},) in {' or '.join(dict.fromkeys(str(d) for d in dtypes))}",
+            )
+        )
+    if not tensor.is_contiguous():
+        raise InvalidInput(message(f"{name} is not contiguous", got=f"strides {tensor.stride()}", do="copy it once"))
+
+
+def _check_device(x: Tensor, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.device != x.device:
+            raise InvalidInput(message(f"{name} is not where x is", got=tensor.device, expected=x.device))
+
+
+def _check_aligned(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not is_aligned(tensor):
+            raise InvalidInput(
+                message(
+                    f"{name} is not 16-byte aligned",
+                    got=f"a view that begins {tensor.data_ptr() % 16} bytes after a boundary",
+                    do="clone it once at load (nvfp4.pack does)",
+                )
+            )

@@ -1,0 +1,70 @@
+"""`nvfp4.pack`: a checkpoint's tensors, once, into the layout that the measurements call for."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput, message
+from ..kernels.problem import Problem
+from ..kernels.weights.layouts import to_layout
+from ..kernels.weights.weight import Weight
+from . import table
+from .checks import DTYPE_NAMES
+
+__all__ = ["pack"]
+
+
+def pack(
+    weight: Tensor,
+    weight_scale: Tensor,
+    weight_scale_2: Tensor,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: str | None = None,
+    scale_layout: str = "linear",
+    repair_nan: bool = False,
+) -> Weight:
+    """Check a weight and convert it for `nvfp4.gemm`.
+
+    Parameters
+    ----------
+    weight
+        [N, K/2] uint8, contiguous; low nibble = even k.
+    weight_scale
+        [N, K/16] float8_e4m3fn or its uint8 view, contiguous.
+    weight_scale_2
+        The global scale, a factor: float32 with one element, or [N].
+    dtype
+        Of the x it will meet: layouts may depend on it, and so do plans.
+    layout
+        Layout id of the result; None asks the plan of this problem on this device, and takes "checkpoint" without one.
+    scale_layout
+        "linear", or "swizzled" when weight_scale is in the 128x4 order (any shape).
+    repair_nan
+        Take 448 for NaN block scales instead of raising.
+
+    Returns
+    -------
+    Weight
+        On weight's device. In layout "checkpoint" it shares storage with the arguments where they are aligned.
+
+    Raises
+    ------
+    InvalidInput
+        The tensors, the layout or an option is wrong.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+    if layout is None:
+        layout = _planned_layout(weight, dtype) if weight.ndim == 2 else "checkpoint"
+    return to_layout(
+        weight, weight_scale, weight_scale_2, layout_id=layout, scale_layout=scale_layout, repair_nan=repair_nan
+    )
+
+
+def _planned_layout(weight: Tensor, dtype: torch.dtype) -> str:
+    if weight.device.type not in ("cpu", "cuda"):
+        return "checkpoint"
+    problem = Problem(n=weight.shape[0], k=2 * weight.shape[1], dtype=DTYPE_NAMES[dtype])
+    return table.planned_layout(weight.device, problem)

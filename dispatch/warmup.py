@@ -1,0 +1,110 @@
+"""`nvfp4.warmup`: bind problems and load their kernels, so that CUDA graph capture may begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput, message
+from ..kernels.problem import Problem
+from ..kernels.weights.layouts import to_layout
+from ..kernels.weights.weight import Weight
+from . import call, table
+from .checks import DTYPE_NAMES
+
+__all__ = ["warmup"]
+
+
+def warmup(
+    weights_or_problems: Weight | Problem | Iterable[Weight | Problem] | Mapping[str, Weight | Problem],
+    *,
+    ms: Iterable[int] | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str | None = None,
+) -> int:
+    """Bind every problem and run each of its kernels once.
+
+    After it, no call of these problems compiles, loads or looks anything up, at any M. Calls without it do the same
+    when they first meet a problem, except under CUDA graph capture, where they raise NotWarm.
+
+    Parameters
+    ----------
+    weights_or_problems
+        Weights from `nvfp4.pack`, or Problems; one, several, or a mapping such as a state dict of them.
+    ms
+        Also run a whole call at these M.
+    dtype
+        Of the x the weights will meet; Problems have their own.
+    device
+        For Problems; by default the current CUDA device, or the CPU where there is none.
+
+    Returns
+    -------
+    int
+        How many distinct problems were bound, those that already were included.
+
+    Raises
+    ------
+    InvalidInput
+        Something else than a Weight or a Problem, or a dtype that no op takes.
+    Unsupported
+        No kernel can run one of the problems.
+    """
+    if dtype not in DTYPE_NAMES:
+        raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+    sizes = tuple(ms or ())
+    if any(m < 1 for m in sizes):
+        raise InvalidInput(message("wrong ms", got=sizes, expected="at least 1 each"))
+    seen: set[tuple[Problem, str, torch.device]] = set()
+    for item in _items(weights_or_problems):
+        if isinstance(item, Problem):
+            problem = item
+            where = _default_device() if device is None else torch.device(device)
+            layout = table.planned_layout(where, problem)
+        elif isinstance(item, Weight):
+            problem = Problem(n=item.out_features, k=item.in_features, dtype=DTYPE_NAMES[dtype])
+            where, layout = item.data.device, item.layout
+        else:
+            raise InvalidInput(message("warmup cannot use this", got=type(item).__name__, expected="Weight or Problem"))
+        if (problem, layout, where) not in seen:
+            seen.add((problem, layout, where))
+            weight = item if isinstance(item, Weight) else _zero_weight(problem, layout, where)
+            _run(weight, getattr(torch, problem.dtype), sizes)
+    if any(where.type == "cuda" for _, _, where in seen):
+        torch.cuda.synchronize()
+    return len(seen)
+
+
+def _run(weight: Weight, dtype: torch.dtype, ms: tuple[int, ...]) -> None:
+    n = None if weight.layout == "checkpoint" else weight.out_features
+    with torch.inference_mode():
+        for m in ms or (1,):
+            x = torch.zeros((m, weight.in_features), dtype=dtype, device=weight.data.device)
+            call.gemm(x, weight.data, weight.scale, weight.global_scale, layout=weight.layout, out_features=n)
+
+
+def _items(given: object) -> list[object]:
+    if isinstance(given, Weight | Problem):
+        return [given]
+    if isinstance(given, Mapping):
+        return list(given.values())
+    if isinstance(given, Iterable) and not isinstance(given, Tensor):
+        return list(given)
+    return [given]
+
+
+def _default_device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _zero_weight(problem: Problem, layout: str, device: torch.device) -> Weight:
+    if problem.op != "gemm":
+        raise InvalidInput(message("warmup cannot make weights of this op", got=problem.op, expected="gemm"))
+    return to_layout(
+        torch.zeros((problem.n, problem.k // 2), dtype=torch.uint8, device=device),
+        torch.zeros((problem.n, problem.k // 16), dtype=torch.uint8, device=device),
+        torch.ones(1, device=device),
+        layout_id=layout,
+    )
