@@ -1,0 +1,184 @@
+"""What a problem is measured on: rotating copies of random weights, x, exact references, a poisoned output."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels import reference
+from ..kernels.problem import Device, Problem
+from ..kernels.weights.layouts import to_layout
+from ..kernels.weights.weight import Weight
+
+__all__ = ["GUARD_ROWS", "POOL_ROWS", "Inputs", "copies_needed", "rows_to_check"]
+
+POOL_ROWS = 160  # rows of x whose result is known for every weight: numerics slices them at random
+GUARD_ROWS = 16  # before and after the output
+POISON = 0x7FA5  # a NaN of bfloat16 and of float16, and no value a kernel writes
+COLD = 3  # rotating copies cover this many times the last-level cache
+MAX_COPIES = {"cuda": 256, "cpu": 64}
+MEMORY_SHARE = 0.25  # of the device's memory, at most, for the rotating copies of one layout
+TAIL_ROWS = 16
+
+
+def copies_needed(device: Device, nbytes: int) -> int:
+    """How many copies of a weight cover three times the cache: at least 2, bounded by memory and by count."""
+    wanted = math.ceil(COLD * device.l2_bytes / nbytes)
+    room = int(MEMORY_SHARE * device.memory_bytes / nbytes) if device.memory_bytes else wanted
+    return max(2, min(wanted, room, MAX_COPIES[device.kind]))
+
+
+def rows_to_check(m: int) -> tuple[int, ...]:
+    """All rows of a small M; of a large one 32 spread over it and the last 16, where tails go wrong."""
+    if m <= POOL_ROWS // 2:
+        return tuple(range(m))
+    return tuple(sorted({*(i * m // 32 for i in range(32)), *range(m - TAIL_ROWS, m)}))
+
+
+class Case:
+    """One weight with what x times it is."""
+
+    def __init__(self, problem: Problem, x: Tensor, rows: Sequence[int], *, extreme: bool) -> None:
+        n, k, device = problem.n, problem.k, x.device
+        self.weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+        low, high = (0x00, 0x7F) if extreme else (0x30, 0x40)  # every scale from 0 to 448, or 0.5 to 2
+        self.scale = torch.randint(low, high, (n, k // 16), dtype=torch.uint8, device=device)
+        size = 448.0 if extreme else 3.6  # codes and scales have about this root mean square
+        self.global_scale = torch.full((1,), 1 / (size * math.sqrt(k)), device=device)
+        self._known = frozenset(rows)
+        at = torch.tensor(rows, device=device)
+        self.row_of = torch.full((x.shape[0],), -1, device=device)  # row of x -> row of exact
+        self.row_of[at] = torch.arange(len(rows), device=device)
+        self.exact = reference.gemm(x[at], self.weight, self.scale, self.global_scale, round_output=False)
+        self.magnitude: Tensor | None = None
+        if extreme:  # a few large blocks hide the error of small ones: element bounds need the true magnitudes
+            plus = (self.weight & 0x77, self.scale & 0x7F)
+            self.magnitude = reference.gemm(x[at].abs(), *plus, self.global_scale, round_output=False)
+
+    def knows(self, row: int) -> bool:
+        """Whether the exact result of this row of x is kept."""
+        return row in self._known
+
+    def pack(self, layout_id: str) -> Weight:
+        """This weight in a layout."""
+        return to_layout(self.weight, self.scale, self.global_scale, layout_id=layout_id)
+
+
+class Inputs:
+    """Everything one problem is measured on, on one torch device. Made once per problem, released by `close`."""
+
+    def __init__(self, device: Device, place: torch.device, problem: Problem, ms: Sequence[int]) -> None:
+        self.device = device
+        self.place = place
+        self.problem = problem
+        self.dtype: torch.dtype = getattr(torch, problem.dtype)
+        self.max_m = max((*ms, POOL_ROWS))
+        self.x = torch.randn(self.max_m, problem.k, device=place).to(self.dtype)
+        known = {*range(POOL_ROWS), *(row for m in ms for row in rows_to_check(m))}
+        self.plain = Case(problem, self.x, sorted(known), extreme=False)
+        self.extreme = Case(problem, self.x, range(POOL_ROWS), extreme=True)
+        self._sets: dict[str, _Set] = {}
+        self._dense: list[Tensor] | None = None
+        self._buffer: Tensor | None = None
+
+    def copies(self, layout_id: str) -> list[Weight]:
+        """Rotating copies of the plain weight in one layout."""
+        return self._set(layout_id).copies
+
+    def extreme_weight(self, layout_id: str) -> Weight:
+        """The weight with extreme block scales, in one layout."""
+        return self._set(layout_id).extreme
+
+    def _set(self, layout_id: str) -> _Set:
+        if layout_id not in self._sets:
+            first, extreme = self.plain.pack(layout_id), self.extreme.pack(layout_id)
+            count = copies_needed(self.device, first.nbytes)
+            data = _rotating(first.data, count)
+            scale = [None] * count if first.scale is None else _rotating(first.scale, count)
+            copies = [
+                Weight(
+                    data=data[i],
+                    scale=scale[i],
+                    global_scale=first.global_scale,
+                    layout=layout_id,
+                    out_features=self.problem.n,
+                    in_features=self.problem.k,
+                )
+                for i in range(count)
+            ]
+            self._sets[layout_id] = made = _Set(copies, extreme)
+            made.checksum = self._checksum(made)
+        return self._sets[layout_id]
+
+    def dense_copies(self) -> list[Tensor]:
+        """Rotating copies [N, K] of the plain weight, dequantised to x's dtype: what the baseline multiplies with."""
+        if self._dense is None:
+            from ..kernels.weights.codec import dequantize
+
+            first = dequantize(self.plain.weight, self.plain.scale, self.plain.global_scale, self.dtype)
+            self._dense = [first, *(first.clone() for _ in range(copies_needed(self.device, first.nbytes) - 1))]
+        return self._dense
+
+    def out(self, m: int, *, poison: bool = True) -> Tensor:
+        """The output [m, N] between guard rows, all of it NaN when `poison`."""
+        if self._buffer is None or self._buffer.shape[0] < m + 2 * GUARD_ROWS:
+            self._buffer = None
+            self._buffer = torch.empty(m + 2 * GUARD_ROWS, self.problem.n, dtype=self.dtype, device=self.place)
+        if poison:
+            self._buffer[: m + 2 * GUARD_ROWS].view(torch.int16).fill_(POISON)
+        return self._buffer[GUARD_ROWS : GUARD_ROWS + m]
+
+    def guards_intact(self, m: int) -> bool:
+        """Whether nothing was written just before and after the output of the last poisoned `out(m)`."""
+        assert self._buffer is not None
+        bits = self._buffer.view(torch.int16)
+        after = bits[GUARD_ROWS + m : 2 * GUARD_ROWS + m]
+        return bool(((bits[:GUARD_ROWS] == POISON) & (after == POISON)).all())
+
+    def unchanged(self, layout_id: str) -> bool:
+        """Whether x and the weights of a layout still hold what was put there."""
+        made = self._sets[layout_id]
+        return self._checksum(made) == made.checksum
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self._buffer = self._dense = None
+        self._sets.clear()
+        del self.x, self.plain, self.extreme
+        if self.place.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _checksum(self, made: _Set) -> int:
+        first, extreme = made.copies[0], made.extreme
+        small = (first.global_scale, extreme.data, extreme.scale, extreme.global_scale)
+        whole = (first.data._base, None if first.scale is None else first.scale._base)  # the buffers of all copies
+        return int(torch.stack([_sum(t) for t in (self.x, *small, *whole) if t is not None]).sum())
+
+
+class _Set:
+    """The weights of one layout."""
+
+    def __init__(self, copies: list[Weight], extreme: Weight) -> None:
+        self.copies = copies
+        self.extreme = extreme
+        self.checksum = 0
+
+
+def _rotating(tensor: Tensor, count: int) -> list[Tensor]:
+    """Copies of a uint8 tensor in one buffer, so that one sum covers them all; each starts on 256 bytes."""
+    size = tensor.numel()
+    buffer = torch.zeros(count * (-(-size // 256) * 256), dtype=torch.uint8, device=tensor.device)
+    views = [part[:size].view(tensor.shape) for part in buffer.view(count, -1)]
+    for view in views:
+        view.copy_(tensor)
+    return views
+
+
+def _sum(tensor: Tensor) -> Tensor:
+    """Sum of a tensor's bytes taken as integers (wrapping), int64 0-dim."""
+    flat = tensor.contiguous().view(-1).view(torch.uint8)
+    whole = flat.numel() // 8 * 8
+    return flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64)

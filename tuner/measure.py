@@ -1,0 +1,370 @@
+"""What happens inside the worker: check a candidate, time it, say what came out. docs/timing.md holds the protocol."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import random
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..cache.records import BASELINE
+from ..errors import BuildError
+from ..kernels import registry
+from ..kernels.device import describe
+from ..kernels.kernel import Kernel, Launcher
+from ..kernels.problem import Device, Problem
+from ..kernels.weights.weight import Weight
+from ..testing.close import assert_gemm_close, relative_error, relative_tolerance
+from .inputs import POOL_ROWS, Case, Inputs, rows_to_check
+from .messages import DETAIL_CHARS, Ceiling, Done, Entrant, Pace, Race, Row, Screen, Started
+from .statistics import HOPELESS, Timing, hopeless, percentile, spread, summarise
+from .timing import Replay, make_timer
+
+__all__ = ["Measurer", "classify", "gate_ms"]
+
+Say = Callable[[Started | Row], None]
+FEW_LAUNCHES = 24  # of fast kernels in one replay: a replay takes longer than queueing the next one
+LONG_US = 1000.0  # a single launch this long is timed well enough to see that it is hopeless
+
+
+class Wrong(Exception):
+    """A candidate's result is not right."""
+
+    def __init__(self, status: str, detail: str, *, error: float | None = None, tainted: bool = False) -> None:
+        super().__init__(detail)
+        self.status, self.error, self.tainted = status, error, tainted
+
+
+def classify(error: BaseException) -> str:
+    """The status that an exception of a candidate becomes."""
+    if isinstance(error, Wrong):
+        return error.status
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower():
+        return "oom"
+    return "build_error" if isinstance(error, BuildError) else "launch_error"
+
+
+def gate_ms(ms: Sequence[int], valid: Callable[[int], bool]) -> tuple[int, ...]:
+    """Where numerics are checked: the smallest M, and one short of the largest small M, so that a tile has a tail."""
+    small = [m for m in ms if m <= POOL_ROWS]
+    if not small:
+        return (min(ms),)
+    ragged = max(small) - 1
+    return tuple(sorted({min(small), ragged if ragged >= 1 and valid(ragged) else max(small)}))
+
+
+class Measurer:
+    """Measures candidates on one torch device; keeps the inputs of the problem at hand between requests."""
+
+    def __init__(self, place: str) -> None:
+        self.place = torch.device(place)
+        self.device = describe(self.place)
+        self.timer = make_timer(self.place)
+        for op in registry.OPS:  # a kernel that cannot be imported is no candidate's failure: it raises here
+            registry.kernels(op)
+        self._inputs: Inputs | None = None
+        self._key: tuple[Problem, tuple[int, ...]] | None = None
+        self._launchers: dict[Entrant, tuple[Kernel, Launcher]] = {}
+
+    def screen(self, request: Screen, say: Say) -> Done:
+        """Check the candidate once, then time it at every M that is not hopeless; a failure ends it."""
+        step = _Step(say, request.entrant, "screen")
+        done = self._prepare(request.device, request.problem, request.all_ms, step)
+        if done is not None:
+            return done
+        served = tuple(sorted({*request.ms, *request.known_us}))
+        slowdown = {m: us / request.best_us.get(m, us) for m, us in request.known_us.items()}
+        try:
+            step.begin("build", served[0])
+            kernel, launcher = self._launcher(request.device, request.problem, request.entrant)
+            layout = kernel.layout(request.device, request.problem)
+            self._gate(kernel, launcher, layout, served, step)
+            for m in spread(served):
+                if m in request.known_us or hopeless(m, served, slowdown):
+                    continue
+                step.begin("check", m)
+                best_us = request.best_us.get(m)
+                timing, error = self._screen_one(launcher, layout, m, best_us, request.pace)
+                step.ok(timing, error)
+                slowdown[m] = timing.p50_us / (best_us or timing.p50_us)
+            self._inputs_unchanged(layout)
+        except (Exception, SystemExit) as error:  # whatever a candidate raises is data
+            return self._failed(error, step)
+        return Done()
+
+    def race(self, request: Race, say: Say) -> Done:
+        """Time the entrants at one M in turns; one that fails is left out of the race."""
+        replays: list[tuple[_Step, Replay, float]] = []
+        try:
+            for entrant in request.entrants:
+                step = _Step(say, entrant, request.protocol)
+                done = self._prepare(request.device, request.problem, request.all_ms, step)
+                if done is not None:
+                    return done
+                try:
+                    step.begin("check", request.m)
+                    launches, launch_us, error = self._entrant(request, entrant)
+                    count = _count(len(launches), launch_us, request.pace.screen_us, self.device.kind)
+                    replays.append((step, self.timer.replay(launches, count), error))
+                except (Exception, SystemExit) as problem:
+                    done = self._failed(problem, step)
+                    if done.tainted:
+                        return done
+            return self._run_race(request, replays, say) if replays else Done()
+        finally:
+            for _, replay, _ in replays:
+                replay.close()
+
+    def _run_race(self, request: Race, entries: list[tuple[_Step, Replay, float]], say: Say) -> Done:
+        replays = [replay for _, replay, _ in entries]
+        say(Started(pid=os.getpid(), m=request.m, step=request.protocol))
+        try:
+            pace, rounds = request.pace, []
+            if request.protocol == "burst":
+                for _ in range(pace.rounds):
+                    turns = []
+                    for replay in replays:
+                        self.timer.idle(pace.idle_us)
+                        turns.append(self.timer.round([replay], 0))
+                    rounds.append(([turn.times_us[0] for turn in turns], turns[0].clock_mhz))
+            else:
+                spent = 0.0
+                while spent < (pace.sustain_us if request.m >= pace.sustain_from else pace.screen_us):
+                    warm = self.timer.round(replays, 0)
+                    spent += sum(us * replay.launches for us, replay in zip(warm.times_us, replays, strict=True))
+                for i in range(pace.rounds):
+                    turn = self.timer.round(replays, i)
+                    rounds.append((list(turn.times_us), turn.clock_mhz))
+            clocks = [clock for _, clock in rounds]
+            for i, (step, _, error) in enumerate(entries):
+                step.ok(summarise([times[i] for times, _ in rounds], clocks), error)
+        except Exception as error:  # of the device while it replayed: nobody can say whose it is
+            return Done(tainted=_text(error))
+        return Done()
+
+    def ceilings(self) -> Ceiling:
+        """Copy bandwidth and bf16 matrix rate, measured for as long as a screen of everything else takes."""
+        cuda = self.place.type == "cuda"
+        source = torch.ones((1 << 30) if cuda else (1 << 26), dtype=torch.uint8, device=self.place)
+        target = torch.empty_like(source)
+        size = 8192 if cuda else 1024
+        a, b, c = (torch.ones(size, size, dtype=torch.bfloat16, device=self.place) for _ in range(3))
+        copy_us = self._plain_us(lambda: target.copy_(source))
+        matmul_us = self._plain_us(lambda: torch.mm(a, b.t(), out=c))
+        return Ceiling(copy_gbps=2 * source.nbytes / copy_us / 1e3, bf16_tflops=2 * size**3 / matmul_us / 1e6)
+
+    def close(self) -> None:
+        """Give back all memory of the problem at hand."""
+        self._launchers.clear()
+        if self._inputs is not None:
+            self._inputs.close()
+        self._inputs = self._key = None
+
+    def _plain_us(self, call: Callable[[], object]) -> float:
+        def launch() -> None:
+            call()
+
+        launch()
+        replay = self.timer.replay([launch], 4)
+        try:
+            return percentile(self.timer.repeat(replay, 5), 0.5)
+        finally:
+            replay.close()
+
+    def _prepare(self, device: Device, problem: Problem, ms: tuple[int, ...], step: _Step) -> Done | None:
+        if self._key == (problem, ms):
+            return None
+        step.begin("prepare", 0)
+        try:
+            self.close()
+            self._inputs = Inputs(device, self.place, problem, ms)
+            self.timer.sync()
+            self._key = (problem, ms)
+        except (RuntimeError, MemoryError) as error:
+            detail = _text(error)
+            self.close()
+            return Done(unprepared=detail)
+        return None
+
+    def _launcher(self, device: Device, problem: Problem, entrant: Entrant) -> tuple[Kernel, Launcher]:
+        found = self._launchers.get(entrant)
+        if found is None:
+            kernel = registry.get(entrant.kernel)
+            if kernel is None:
+                raise Wrong("invalid", f"no kernel named {entrant.kernel!r} in the worker")
+            config = kernel.parse_config(device, problem, entrant.config)
+            if config is None:
+                raise Wrong("invalid", "the config is not in the kernel's space")
+            found = self._launchers[entrant] = (kernel, kernel.build(device, problem, config))
+        return found
+
+    def _bind(self, launcher: Launcher, weight: Weight, x: Tensor, out: Tensor) -> Callable[[], None]:
+        return functools.partial(launcher, x, weight.data, weight.scale, weight.global_scale, None, None, out)
+
+    def _gate(self, kernel: Kernel, launcher: Launcher, layout: str, ms: Sequence[int], step: _Step) -> None:
+        """Extreme scales, fresh rows of x, a ragged M; element by element."""
+        inputs = self._at_hand()
+        config = kernel.parse_config(inputs.device, inputs.problem, step.entrant.config)
+        weight = inputs.extreme_weight(layout)
+        for m in gate_ms(ms, lambda m: bool(kernel.is_valid(inputs.device, inputs.problem, config, m))):
+            step.begin("check", m)
+            start = random.randrange(max(1, POOL_ROWS - m + 1))
+            self._check(launcher, weight, inputs.extreme, m, start, strict=True)
+        self._inputs_unchanged(layout)
+
+    def _check(
+        self, launcher: Launcher, weight: Weight, case: Case, m: int, start: int = 0, *, strict: bool = False
+    ) -> float:
+        """Run once into a poisoned output and compare with the exact result; the relative error."""
+        inputs = self._at_hand()
+        out = inputs.out(m)
+        self._bind(launcher, weight, inputs.x[start : start + m], out)()
+        self.timer.sync()
+        if not inputs.guards_intact(m):
+            raise Wrong("wrong", f"m={m}: it wrote outside its output", tainted=True)
+        nan = torch.isnan(out)
+        if bool(nan.any()):
+            at = [int(i) for i in nan.nonzero()[0]]
+            raise Wrong("nan", f"m={m}: {int(nan.sum())} NaN or elements never written, the first at {at}")
+        at_rows = torch.tensor([row for row in rows_to_check(m) if case.knows(start + row)], device=out.device)
+        got, known = out[at_rows], case.row_of[at_rows + start]
+        exact = case.exact[known]
+        magnitude = None if case.magnitude is None else case.magnitude[known]
+        k, dtype = inputs.problem.k, inputs.dtype
+        error = relative_error(got, exact)
+        if strict:
+            try:
+                assert_gemm_close(got, exact, k=k, dtype=dtype, magnitude=magnitude)
+            except AssertionError as problem:
+                raise Wrong("wrong", f"m={m}, extreme scales: {problem}", error=error) from problem
+        tolerance = relative_tolerance(exact, k=k, dtype=dtype, magnitude=magnitude)
+        if not error <= tolerance:
+            raise Wrong("wrong", f"m={m}: relative error {error:.4g} above {tolerance:.4g}", error=error)
+        return error
+
+    def _inputs_unchanged(self, layout: str) -> None:
+        if not self._at_hand().unchanged(layout):
+            raise Wrong("wrong", "it changed x or the weights", tainted=True)
+
+    def _screen_one(
+        self, launcher: Launcher, layout: str, m: int, best_us: float | None, pace: Pace
+    ) -> tuple[Timing, float]:
+        inputs = self._at_hand()
+        copies = inputs.copies(layout)
+        error = self._check(launcher, copies[0], inputs.plain, m)
+        launches = [self._bind(launcher, weight, inputs.x[:m], inputs.out(m, poison=False)) for weight in copies]
+        launch_us = self.timer.once(launches[1])
+        if best_us is not None and launch_us > max(LONG_US, HOPELESS * best_us):
+            return summarise([launch_us]), error
+        replay = self.timer.replay(launches, _count(len(launches), launch_us, pace.screen_us, self.device.kind))
+        try:
+            times = self.timer.repeat(replay, 3)
+            replay_us = percentile(times, 0.5) * replay.launches
+            more = min(17, int(pace.screen_us / max(replay_us, 1.0)) - 3)
+            if more > 0:
+                times += self.timer.repeat(replay, more)
+        finally:
+            replay.close()
+        return summarise(times), error
+
+    def _entrant(self, request: Race, entrant: Entrant) -> tuple[list[Callable[[], None]], float, float]:
+        """Launches over all copies, microseconds of one with its overhead, relative error."""
+        inputs, m = self._at_hand(), request.m
+        if entrant.kernel == BASELINE:
+            out, x = inputs.out(m), inputs.x[:m]
+            launches: list[Callable[[], None]] = [
+                functools.partial(_matmul, x, dense, out) for dense in inputs.dense_copies()
+            ]
+            launches[0]()
+            at = torch.tensor(rows_to_check(m), device=out.device)
+            error = relative_error(out[at], inputs.plain.exact[inputs.plain.row_of[at]])
+        else:
+            kernel, launcher = self._launcher(request.device, request.problem, entrant)
+            copies = inputs.copies(kernel.layout(request.device, request.problem))
+            error = self._check(launcher, copies[0], inputs.plain, m)
+            out = inputs.out(m, poison=False)
+            launches = [self._bind(launcher, weight, inputs.x[:m], out) for weight in copies]
+        return launches, self.timer.once(launches[1]), error
+
+    def _at_hand(self) -> Inputs:
+        assert self._inputs is not None
+        return self._inputs
+
+    def _failed(self, error: BaseException, step: _Step) -> Done:
+        """Say what happened and find out whether the worker can go on."""
+        status, detail = classify(error), _text(error)
+        tainted = detail if isinstance(error, Wrong) and error.tainted else ""
+        relative = error.error if isinstance(error, Wrong) else None
+        del error
+        gc.collect()
+        if self.place.type == "cuda":
+            try:
+                torch.cuda.empty_cache()
+                self.timer.sync()
+                torch.zeros(1, device=self.place).add_(1).item()
+            except Exception as sticky:  # the context is lost: every later call would fail
+                status, tainted = "crash", _text(sticky)
+        step.failed(status, detail, relative)
+        return Done(tainted=tainted)
+
+
+class _Step:
+    """Says what is being done to one entrant, and what came of it."""
+
+    def __init__(self, say: Say, entrant: Entrant, protocol: str) -> None:
+        self.entrant = entrant
+        self._say, self._protocol, self._m = say, protocol, 0
+
+    def begin(self, step: str, m: int) -> None:
+        self._m = m
+        self._say(Started(pid=os.getpid(), kernel=self.entrant.kernel, config=self.entrant.config, m=m, step=step))
+
+    def ok(self, timing: Timing, error: float) -> None:
+        self._say(
+            Row(
+                kernel=self.entrant.kernel,
+                config=self.entrant.config,
+                m=self._m,
+                status="ok",
+                protocol=self._protocol,
+                p20_us=timing.p20_us,
+                p50_us=timing.p50_us,
+                p80_us=timing.p80_us,
+                samples=timing.samples,
+                relative_error=error,
+                clock_mhz=timing.clock_mhz,
+            )
+        )
+
+    def failed(self, status: str, detail: str, error: float | None) -> None:
+        self._say(
+            Row(
+                kernel=self.entrant.kernel,
+                config=self.entrant.config,
+                m=max(1, self._m),
+                status=status,
+                protocol=self._protocol,
+                relative_error=error,
+                detail=detail,
+            )
+        )
+
+
+def _matmul(x: Tensor, dense: Tensor, out: Tensor) -> None:
+    torch.mm(x, dense.t(), out=out)
+
+
+def _count(copies: int, launch_us: float, screen_us: float, kind: str) -> int:
+    """Launches in one replay: all copies, in whole turns, unless that takes far longer than a screen should."""
+    if copies * launch_us > 4 * screen_us:
+        return max(2, round(screen_us / launch_us))
+    few = FEW_LAUNCHES if kind == "cuda" else 1
+    return copies * -(-few // copies)
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"[:DETAIL_CHARS] if not isinstance(error, Wrong) else str(error)
