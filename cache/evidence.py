@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ..kernels.kernel import Kernel, implementation_hash
 from ..kernels.problem import Device, Problem
 from .fingerprint import is_current
@@ -147,7 +149,8 @@ def _usable_kernels(
 
 def _candidate(evidence: Evidence, row: Measurement) -> Candidate | None:
     config = evidence.kernels[row.kernel].parse_config(evidence.device, evidence.problem, row.config)
-    if config is None:
+    # A field that this config does not have means that something else was measured.
+    if config is None or not msgspec.json.decode(row.config).keys() <= msgspec.json.decode(config.to_json()).keys():
         return None
     candidate = Candidate(row.kernel, config.to_json(), row.layout)
     evidence.configs[candidate] = config

@@ -13,7 +13,6 @@ import filelock
 import platformdirs  # noqa: F401  loaded before a test gives up root, which may be needed to read it
 import pytest
 import sqlite_utils  # noqa: F401
-
 from nvfp4.cache.records import BASELINE, Environment, Measurement
 from nvfp4.kernels.kernel import Config, Kernel, Space, implementation_hash
 from nvfp4.kernels.problem import YES, Device, Problem, Verdict
@@ -67,8 +66,9 @@ class FakeKernel(Kernel):
         return (self.source,) if self.source else ()
 
 
-def measurement(kernel: Kernel | str, m: int, p50_us: float | None = None, **fields: object) -> Measurement:
+def measurement(kernel: Kernel | str, m: int, p50_us: float | None = None, /, **fields: object) -> Measurement:
     """An "ok" screen at M = m; a failure if a status is given."""
+    p50_us = fields.get("p50_us", p50_us)  # type: ignore[assignment]
     defaults: dict[str, object] = {
         "device": DEVICE,
         "environment": ENVIRONMENT,
@@ -85,7 +85,7 @@ def measurement(kernel: Kernel | str, m: int, p50_us: float | None = None, **fie
     return Measurement(**(defaults | fields))  # type: ignore[arg-type]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def fake() -> SimpleNamespace:
     return SimpleNamespace(
         Kernel=FakeKernel,

@@ -2,11 +2,8 @@
 
 import os
 import sqlite3
-import subprocess
-import sys
 
 import pytest
-
 from nvfp4.cache.store import Store, open_or_set_aside
 from nvfp4.errors import DatabaseError
 
@@ -60,13 +57,15 @@ def test_two_damaged_files_get_two_names(db):
 
 def test_the_wal_of_a_damaged_file_goes_with_it(db, fake):
     """Left behind, it would be replayed into the fresh database."""
-    code = (
-        "import os, sys; from pathlib import Path; from nvfp4.cache.store import Store;"
-        "Store.open(Path(sys.argv[1]))._connection.execute('CREATE TABLE old (x)'); os.kill(os.getpid(), 9)"
-    )
-    subprocess.run([sys.executable, "-c", code, str(db)], check=False)
-    assert (wal := db.with_name("nvfp4.db-wal")).stat().st_size > 0
+    with Store.open(db) as store:
+        store.add([fake.measurement("a", 1, 1.0)])
+        # As a killed process leaves it.
+        left = {name: (db.with_name(name)).read_bytes() for name in ("nvfp4.db-wal", "nvfp4.db-shm")}
+    for name, content in left.items():
+        db.with_name(name).write_bytes(content)
+    wal = db.with_name("nvfp4.db-wal")
     before = wal.read_bytes()
+    assert before
     db.write_bytes(b"garbage")
     store, kept = open_or_set_aside(db)
     with store:

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
 from nvfp4.cache.records import Interval, LayoutPlan, Plan
 from nvfp4.cache.store import Store
 from nvfp4.errors import DatabaseError, InvalidInput
