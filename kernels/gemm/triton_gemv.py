@@ -1,0 +1,95 @@
+"""`triton_gemv`: decode with few tokens on the CUDA cores, straight from the checkpoint layout.
+
+out[M, N] = x[M, K] . W[N, K]^T * global_scale (+ bias), M <= 8, float32 products and sums, one rounding; sm_80 and newer.
+
+Weights arrive by 16-byte loads (two words of 16 codes), are decoded in registers and multiplied by x in float32: no
+shared memory, no barrier, so it starts and ends quickly on small layers. The price is one FMA per weight and token,
+which is why it is made for one or two tokens. K splits as in `triton_fused`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..kernel import Config, Kernel, Launcher, Space
+from ..problem import Device, Problem, Verdict
+from ._triton_host import SplitKLaunch, supports_triton, valid_split
+
+MAX_M = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonGemvConfig(Config):
+    """One compiled tile shape and how it is launched."""
+
+    block_m: int  # tokens per tile
+    block_n: int  # weight rows per tile
+    words: int  # words of 16 k per step
+    split: int  # blocks along K
+    stages: int  # 1: loads go to registers; more: asynchronous copies that many steps ahead
+    warps: int
+
+
+class TritonGemv(Kernel):
+    """See the module."""
+
+    name = "triton_gemv"
+    config_type = TritonGemvConfig
+    packages = ("triton",)
+    made_for = ((1, 1),)
+
+    def supports(self, device: Device, problem: Problem) -> Verdict:
+        """CUDA, sm_80 and newer."""
+        return supports_triton(device, problem)
+
+    def is_valid(self, device: Device, problem: Problem, config: TritonGemvConfig, m: int) -> Verdict:
+        """One tile of tokens, registers for the words in flight, and splits that all have work."""
+        c = config
+        if m > MAX_M:
+            return Verdict.no(f"serves M up to {MAX_M}, not {m}")
+        if not m <= c.block_m < 2 * m:
+            return Verdict.no(f"tiles of {c.block_m} tokens do not fit M = {m}")
+        words_held = c.block_n * c.words // (32 * c.warps)
+        if not 2 <= words_held <= 16:
+            return Verdict.no(f"a thread would hold {words_held} words of 16 weights; 2 to 16 fit its registers")
+        if (need := (c.stages - 1) * c.words * (9 * c.block_n + 32 * c.block_m) + 2048) > device.smem_bytes:
+            return Verdict.no(f"needs {need} bytes of shared memory, the device has {device.smem_bytes}")
+        return valid_split(device, problem, c, m)
+
+    def space(self, device: Device, problem: Problem) -> Space[TritonGemvConfig]:
+        """Tile shapes, splits, stages and warps."""
+        return Space(
+            TritonGemvConfig,
+            {
+                "block_m": (1, 2, 4, 8),
+                "block_n": (4, 8, 16, 32),
+                "words": (32, 64, 128),
+                "split": (1, 2, 4),
+                "stages": (1, 3),
+                "warps": (2, 4),
+            },
+        )
+
+    def default_config(self, device: Device, problem: Problem, m: int) -> TritonGemvConfig:
+        """Eight rows a block over steps of 1024 k; K is split when there are too few rows."""
+        block_m = next((b for b in (1, 2, 4, 8) if m <= b), 8)
+        split = next(s for s in (4, 2, 1) if s == 1 or problem.n // 8 * s <= 8 * device.units)
+        configs = [
+            TritonGemvConfig(block_m=block_m, block_n=8, words=64, split=s, stages=1, warps=4) for s in (split, 1)
+        ]
+        return next((c for c in configs if self.is_valid(device, problem, c, m)), configs[-1])
+
+    def build(self, device: Device, problem: Problem, config: TritonGemvConfig) -> Launcher:
+        """Compile for the device, for this K's alignment and x's dtype; N, K, M and the split stay run-time values."""
+        from ._triton_gemv_device import gemv
+
+        return SplitKLaunch(gemv, device, problem, config, token_axis=True)
+
+    def source_files(self) -> tuple[Path, ...]:
+        """Device code and its shared functions."""
+        here = Path(__file__).parent
+        return (here / "_triton_gemv_device.py", here / "_triton_decode.py")
+
+
+KERNEL: Kernel = TritonGemv()

@@ -1,0 +1,174 @@
+"""`two_pass`: dequantise into scratch, then cuBLAS; for prefill, where the dequantisation is a small part.
+
+Pass one writes code * block scale, exact in 16 bits. Pass two is cuBLAS with the global scale as alpha in device memory
+(`kernels.cublas`), so the float32 accumulator is scaled before its only rounding. A bias in x's dtype rides along as
+beta * out. Per-row global scales and float32 biases cannot: those calls take a float32 product and a third, exact pass.
+
+The rows can be done in chunks whose 16-bit weights stay in L2 between the passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..kernel import Config, Kernel, Launcher, Space
+from ..problem import Device, Problem, Verdict
+from ..triton_launch import TRITON_TYPES, TritonLaunch, interpreting
+from ._triton_host import scaled_x, supports_triton
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CHUNK_ROWS = 256  # chunks are a multiple of this: cuBLAS tiles stay whole
+FINISH_M, FINISH_N = 4, 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwoPassConfig(Config):
+    """How many rows are dequantised at a time, and by what blocks."""
+
+    chunk_mib: int  # 16-bit weights per chunk; 0: all rows at once
+    block_words: int  # words of 8 codes per block
+    warps: int
+
+
+class TwoPass(Kernel):
+    """See the module."""
+
+    name = "two_pass"
+    config_type = TwoPassConfig
+    packages = ("triton",)
+    made_for = ((256, None),)
+
+    def supports(self, device: Device, problem: Problem) -> Verdict:
+        """CUDA, sm_80 and newer."""
+        return supports_triton(device, problem)
+
+    def is_valid(self, device: Device, problem: Problem, config: TwoPassConfig, m: int) -> Verdict:
+        """Chunks smaller than the weights, and scratch that leaves most of the memory free."""
+        dense = 2 * problem.n * problem.k
+        if config.chunk_mib and dense <= config.chunk_mib << 20:
+            return Verdict.no(f"the 16-bit weights ({dense >> 20} MiB) fit one chunk of {config.chunk_mib} MiB")
+        if not config.chunk_mib and dense > device.memory_bytes // 8:
+            return Verdict.no(f"{dense >> 20} MiB of scratch is more than an eighth of the device's memory")
+        return Verdict(True)
+
+    def space(self, device: Device, problem: Problem) -> Space[TwoPassConfig]:
+        """Chunk sizes around half of an L2, and block shapes."""
+        return Space(
+            TwoPassConfig, {"chunk_mib": (0, 16, 32, 64, 256), "block_words": (512, 1024, 2048), "warps": (4, 8)}
+        )
+
+    def default_config(self, device: Device, problem: Problem, m: int) -> TwoPassConfig:
+        """All rows at once where scratch allows."""
+        configs = [TwoPassConfig(chunk_mib=mib, block_words=1024, warps=4) for mib in (0, 256)]
+        return next((c for c in configs if self.is_valid(device, problem, c, m)), configs[-1])
+
+    def build(self, device: Device, problem: Problem, config: TwoPassConfig) -> Launcher:
+        """Compile the dequantisation and the epilogue."""
+        return _Launch(device, problem, config)
+
+    def source_files(self) -> tuple[Path, ...]:
+        """Device code, its shared functions and the cuBLAS call."""
+        here = Path(__file__).parent
+        return (here / "_triton_dequant_device.py", here / "_triton_decode.py", here.parent / "cublas.py")
+
+
+def chunk_rows(problem: Problem, chunk_mib: int) -> int:
+    """Rows per chunk: a multiple of CHUNK_ROWS, at least one, at most all."""
+    if not chunk_mib:
+        return problem.n
+    rows = (chunk_mib << 20) // (2 * problem.k) // CHUNK_ROWS * CHUNK_ROWS
+    return min(problem.n, max(CHUNK_ROWS, rows))
+
+
+class _Launch:
+    def __init__(self, device: Device, problem: Problem, config: TwoPassConfig) -> None:
+        from ._triton_dequant_device import dequantise, finish
+
+        self.n, self.k, self.dtype = problem.n, problem.k, problem.dtype
+        self.rows = chunk_rows(problem, config.chunk_mib)
+        self.block = config.block_words
+        dtype = f"*{TRITON_TYPES[problem.dtype]}"
+        self.dequantise = TritonLaunch(
+            dequantise,
+            device,
+            signature={"weight_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": dtype, "total": "i64"},
+            constants={"BLOCK": config.block_words},
+            num_warps=config.warps,
+        )
+
+        def compile_finish(bias_dtype: str) -> TritonLaunch:
+            pointers = {"acc_ptr": "*fp32", "global_scale_ptr": "*fp32"}
+            pointers |= {"bias_ptr": f"*{TRITON_TYPES[bias_dtype]}", "out_ptr": dtype}
+            integers = ("M", "N", "rows_here", "first_row", "scale_stride", "has_bias")
+            return TritonLaunch(
+                finish,
+                device,
+                signature=pointers | dict.fromkeys(integers, "i32"),
+                constants={"BM": FINISH_M, "BN": FINISH_N},
+            )
+
+        self.finish = {name: compile_finish(name) for name in (problem.dtype, "float32")}
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor | None,
+        global_scale: Tensor,
+        bias: Tensor | None,
+        pre_quant_scale: Tensor | None,
+        out: Tensor,
+    ) -> None:
+        """The launcher: see `kernels.kernel.Launcher`."""
+        assert weight_scale is not None, "the checkpoint layout has separate scales"
+        from ..cublas import scaled_mm
+
+        x = scaled_x(x, pre_quant_scale)
+        scratch = x.new_empty((self.rows, self.k))
+        fits_cublas = not interpreting() and global_scale.shape[0] == 1 and (bias is None or bias.dtype == out.dtype)
+        for first in range(0, self.n, self.rows):
+            last = min(self.n, first + self.rows)
+            dense = scratch[: last - first]
+            words = dense.numel() // 8
+            self.dequantise.launch(
+                (-(-words // self.block), 1, 1), weight[first:last], weight_scale[first:last], dense, words
+            )
+            part = out[:, first:last]
+            if fits_cublas:
+                if bias is not None:
+                    part.copy_(bias[first:last].expand_as(part))
+                scaled_mm(x, dense, global_scale, part, accumulate=bias is not None)
+            else:
+                self._exact(x, dense, first, global_scale, bias, out)
+
+    def _exact(
+        self, x: Tensor, dense: Tensor, first: int, global_scale: Tensor, bias: Tensor | None, out: Tensor
+    ) -> None:
+        import torch
+
+        if interpreting():
+            acc = x.float() @ dense.float().T
+        else:
+            acc = torch.mm(x, dense.T, out_dtype=torch.float32)
+        m, rows = acc.shape
+        launch = self.finish["float32" if bias is not None and bias.dtype == torch.float32 else self.dtype]
+        launch.launch(
+            (-(-rows // FINISH_N), -(-m // FINISH_M), 1),
+            acc,
+            global_scale,
+            global_scale if bias is None else bias,
+            out,
+            m,
+            self.n,
+            rows,
+            first,
+            0 if global_scale.shape[0] == 1 else 1,
+            0 if bias is None else 1,
+        )
+
+
+KERNEL: Kernel = TwoPass()
