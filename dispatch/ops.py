@@ -235,7 +235,7 @@ def gemm(
             out=out,
         )
         return out
-    if bias is None and pre_quant_scale is None and layout == "checkpoint":
+    if bias is None and pre_quant_scale is None and layout == "checkpoint" and out_features is None:
         return _gemm_op(x, weight, weight_scale, weight_scale_2)  # type: ignore[no-any-return]
     return _gemm_op(  # type: ignore[no-any-return]
         x,

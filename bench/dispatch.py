@@ -1,0 +1,132 @@
+"""What a call costs on the host beyond allocating the output and launching the kernel.
+
+    python bench/dispatch.py [--device cuda] [--output results.json]
+
+Subjects are called in turns, so that they meet the same clocks and noise, and each call is timed alone; the figure is
+the median, less that of an empty function. With `noop` every kernel is replaced by an empty launcher; with `bound` the
+kernel that the table chose runs (its time on the GPU is not counted: launches return at once, and the queue is drained
+between rounds).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from typing import Any
+
+import nvfp4
+import torch
+from nvfp4.dispatch import table
+from nvfp4.kernels.device import describe
+
+ROUNDS_PER_DRAIN = 50
+
+
+def nothing(*_: object) -> None:
+    """Also the launcher of `noop`."""
+
+
+def median_us(subjects: dict[str, Callable[[], object]], calls: int, drain: Callable[[], None]) -> dict[str, float]:
+    """Median time of one call of each subject."""
+    subjects = {"timer": nothing, **subjects}
+    samples: dict[str, list[int]] = {name: [] for name in subjects}
+    clock = time.perf_counter_ns
+    for i in range(calls + 200):
+        if i % ROUNDS_PER_DRAIN == 0:
+            drain()
+        if i == 200:  # warmed up
+            for taken in samples.values():
+                taken.clear()
+        for name, subject in subjects.items():
+            start = clock()
+            subject()
+            samples[name].append(clock() - start)
+    drain()
+    medians = {name: statistics.median(taken) / 1e3 for name, taken in samples.items()}
+    timer = medians.pop("timer")
+    return {name: round(median - timer, 3) for name, median in medians.items()}
+
+
+def measure(device: torch.device, *, m: int, n: int, k: int, calls: int, launcher: str) -> dict[str, Any]:
+    """One row of the result."""
+    weight, scale, gs = nvfp4.quantize(torch.randn(n, k, device=device))
+    packed = nvfp4.pack(weight, scale, gs, layout="checkpoint")
+    x = torch.randn(m, k, device=device).bfloat16()
+    problem = nvfp4.Problem(n=n, k=k)
+    table.clear()
+    if launcher == "noop":
+        table._bound[device, problem, "checkpoint"] = ((), (nothing,))
+    nvfp4.gemm(x, packed)
+    _, launchers = table.bind(device, problem, "checkpoint", None)
+    uppers, _ = table.bind(device, problem, "checkpoint", None)
+    bare = launchers[sum(m > upper for upper in uppers)]
+    out = torch.empty(m, n, dtype=x.dtype, device=device)
+    data, scale_bytes, global_scale = packed.data, packed.scale, packed.global_scale
+    op = torch.ops.nvfp4.gemm.default
+    medians = median_us(
+        {
+            "empty": lambda: torch.empty((m, n), dtype=x.dtype, device=device),
+            "launcher": lambda: bare(x, data, scale_bytes, global_scale, None, None, out),
+            "op": lambda: op(x, data, scale_bytes, global_scale),
+            "op_checkpoint_tensors": lambda: op(x, weight, scale, gs),
+            "gemm_weight": lambda: nvfp4.gemm(x, packed),
+        },
+        calls,
+        torch.cuda.synchronize if device.type == "cuda" else nothing,
+    )
+    floor = medians["empty"] + medians["launcher"]
+    over = {name: round(medians[name] - floor, 3) for name in ("op", "op_checkpoint_tensors", "gemm_weight")}
+    return {"launcher": launcher, "m": m, "n": n, "k": k, "median_us": medians, "over_empty_and_launcher_us": over}
+
+
+def main() -> None:
+    """Measure and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--shape", default="4096,4096", help="N,K")
+    parser.add_argument("--ms", default="1,16,64", help="numbers of tokens, comma-separated")
+    parser.add_argument("--output", help="a file for the JSON, instead of standard output")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", nvfp4.UntunedWarning)
+    torch.set_num_threads(1)
+    device = torch.empty(0, device=options.device).device  # with its index
+    n, k = (int(size) for size in options.shape.split(","))
+    rows = []
+    for launcher in ("noop", "bound"):
+        for m in (int(size) for size in options.ms.split(",")):
+            try:
+                rows.append(measure(device, m=m, n=n, k=k, calls=options.calls, launcher=launcher))
+            except nvfp4.Unsupported as error:
+                rows.append({"launcher": launcher, "m": m, "n": n, "k": k, "skipped": str(error)})
+    result = {
+        "benchmark": "dispatch",
+        "date": datetime.now(UTC).date().isoformat(),
+        "device": asdict(describe(device)),
+        "versions": {
+            "nvfp4": nvfp4.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": version("triton"),
+        },
+        "calls": options.calls,
+        "rows": rows,
+    }
+    text = json.dumps(result, indent=1)
+    if options.output:
+        with open(options.output, "w") as file:
+            file.write(text + "\n")
+    else:
+        print(text)
+
+
+if __name__ == "__main__":
+    main()

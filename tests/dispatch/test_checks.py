@@ -1,0 +1,98 @@
+"""Arguments that do not belong together raise before any launch, and say what was expected."""
+
+import nvfp4
+import pytest
+import torch
+
+
+def _half_x(c):
+    c.x = c.x[:, : c.k // 2].contiguous()
+
+
+def _scale_of_twice_the_groups(c):
+    c.scale = torch.cat([c.scale, c.scale], 1)
+
+
+WRONG = {
+    "x has K/2": (_half_x, "x and weight do not fit.*two elements"),
+    "x is float32": (lambda c: setattr(c, "x", c.x.float()), "wrong dtype of x.*autocast"),
+    "x is float64": (lambda c: setattr(c, "x", c.x.double()), "wrong dtype of x"),
+    "x is a scalar": (lambda c: setattr(c, "x", c.x[0, 0]), "no dimensions"),
+    "x is transposed": (lambda c: setattr(c, "x", torch.zeros(c.k, 3).bfloat16().t()), "last dimension of x"),
+    "x is 3-D, transposed": (
+        lambda c: setattr(c, "x", torch.zeros(2, c.k, 3).bfloat16().transpose(1, 2)),
+        "last dimension of x",
+    ),
+    "twice the groups": (_scale_of_twice_the_groups, "weight_scale does not fit.*one scale per 16"),
+    "scale of group size 32": (lambda c: setattr(c, "scale", c.scale[:, ::2].contiguous()), "group size 32"),
+    "scale is float": (lambda c: setattr(c, "scale", c.scale.float()), "wrong dtype of weight_scale"),
+    "scale is missing": (lambda c: setattr(c, "scale", None), "weight_scale is missing"),
+    "scale is a column slice": (
+        lambda c: setattr(c, "scale", torch.zeros(c.n, 2 * c.k // 16, dtype=torch.uint8)[:, ::2]),
+        "weight_scale is not contiguous",
+    ),
+    "weight is dense": (lambda c: setattr(c, "weight", torch.zeros(c.n, c.k).bfloat16()), "wrong dtype of weight"),
+    "weight is a column slice": (
+        lambda c: setattr(c, "weight", torch.zeros(c.n, c.k, dtype=torch.uint8)[:, : c.k // 2]),
+        "weight is not contiguous",
+    ),
+    "weight is 3-D": (lambda c: setattr(c, "weight", c.weight[None]), r"weight must be \[N, K/2\]"),
+    "weight is unaligned": (
+        lambda c: setattr(c, "weight", torch.zeros(c.n * c.k // 2 + 1, dtype=torch.uint8)[1:].view(c.n, c.k // 2)),
+        "weight is not 16-byte aligned.*clone",
+    ),
+    "scale is unaligned": (
+        lambda c: setattr(c, "scale", torch.zeros(c.n * c.k // 16 + 4, dtype=torch.uint8)[4:].view(c.n, c.k // 16)),
+        "weight_scale is not 16-byte aligned",
+    ),
+    "K is no multiple of 16": (
+        lambda c: setattr(c, "weight", torch.zeros(c.n, 20, dtype=torch.uint8)),
+        "K must be a multiple of 16",
+    ),
+    "global scale of other rows": (lambda c: setattr(c, "gs", torch.ones(c.n + 1)), "wrong shape of weight_scale_2"),
+    "global scale is an integer": (lambda c: setattr(c, "gs", torch.ones(1).int()), "wrong dtype of weight_scale_2"),
+    "bias of K": (lambda c: c.options.update(bias=torch.zeros(c.k)), r"wrong bias.*\[N\]"),
+    "bias is float64": (lambda c: c.options.update(bias=torch.zeros(c.n).double()), "wrong bias"),
+    "bias is strided": (lambda c: c.options.update(bias=torch.zeros(2 * c.n)[::2]), "bias is not contiguous"),
+    "pqs of K/2": (
+        lambda c: c.options.update(pre_quant_scale=torch.ones(c.k // 2).bfloat16()),
+        r"wrong pre_quant_scale.*\[K\]",
+    ),
+    "pqs is float32": (lambda c: c.options.update(pre_quant_scale=torch.ones(c.k)), "wrong pre_quant_scale"),
+    "layout is unknown": (lambda c: c.options.update(layout="fragment"), "unknown weight layout.*checkpoint"),
+    "out_features is wrong": (lambda c: c.options.update(out_features=5), "wrong out_features"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_arguments(exact, case, name):
+    spoil, text = WRONG[name]
+    c = case()
+    c.options = {}
+    spoil(c)
+    for _ in range(2):  # a refusal is never cached as a success
+        with pytest.raises(nvfp4.InvalidInput, match=f"(?s){text}"):
+            nvfp4.gemm(c.x, c.weight, c.scale, c.gs, **c.options)
+    assert exact.launches == [] and exact.builds == []
+
+
+def test_meta_tensors_reach_no_kernel(exact, case):
+    c = case()
+    y = nvfp4.gemm(c.x.to("meta"), c.weight.to("meta"), c.scale.to("meta"), c.gs.to("meta"))
+    assert y.is_meta and y.shape == c.ref.shape and exact.launches == []
+
+
+def test_scales_beside_a_weight(exact, case):
+    c = case()
+    packed = nvfp4.pack(c.weight, c.scale, c.gs)
+    for function in (lambda: nvfp4.gemm(c.x, packed, c.scale), lambda: nvfp4.dequantize(packed, c.scale)):
+        with pytest.raises(nvfp4.InvalidInput, match="beside a Weight"):
+            function()
+
+
+def test_a_weight_s_own_layout_is_used(exact, case):
+    c = case()
+    packed = nvfp4.pack(c.weight, c.scale, c.gs)
+    with pytest.raises(nvfp4.InvalidInput, match="unknown weight layout"):
+        nvfp4.pack(c.weight, c.scale, c.gs, layout="fragment")
+    assert packed.layout == "checkpoint"

@@ -1,0 +1,55 @@
+"""After warmup nothing is built any more."""
+
+import nvfp4
+import pytest
+import torch
+from nvfp4 import Problem
+from nvfp4.dispatch import table
+
+pytestmark = pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning")
+
+
+def test_weights_and_problems(exact, case, monkeypatch):
+    c, d = case(), case(n=48)
+    packed = [nvfp4.pack(w.weight, w.scale, w.gs) for w in (c, d, c)]
+    assert nvfp4.warmup({str(i): w for i, w in enumerate(packed)}) == 2
+    assert nvfp4.warmup(Problem(n=32, k=64, dtype="float16"), device="cpu") == 1
+    built = len(exact.builds)
+    monkeypatch.setattr(table, "_is_capturing", lambda device: True)
+    for m in (1, 77):
+        for w, weight in ((c, packed[0]), (d, packed[1])):
+            assert nvfp4.gemm(w.x[:1].expand(m, 64), weight).shape == (m, w.n)
+    assert nvfp4.gemm(case(dtype=torch.float16).x, packed[0]).dtype == torch.float16
+    assert len(exact.builds) == built
+
+
+def test_a_single_weight_its_dtype_and_ms(exact, case):
+    c = case()
+    packed = nvfp4.pack(c.weight, c.scale, c.gs)
+    assert nvfp4.warmup(packed, dtype=torch.float16, ms=(2, 5)) == 1
+    assert [m for *_, m in exact.launches] == [2, 5]
+    assert exact.arguments[0][0].dtype == torch.float16
+
+
+def test_a_problem_is_warmed_in_the_marked_layout(install, fake, set_plan, mirrored):
+    a, m = fake("a"), fake("m", layout="mirrored")
+    install(a, m)
+    set_plan(Problem(n=32, k=64), "mirrored", checkpoint=[(1, None, "a", 16)], mirrored=[(1, None, "m", 16)])
+    nvfp4.warmup([Problem(n=32, k=64)], device="cpu")
+    assert a.builds == [] and len(m.builds) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "text"),
+    [
+        ([torch.zeros(3)], {}, "got Tensor"),
+        (torch.zeros(3), {}, "got Tensor"),
+        (3, {}, "got int"),
+        ([], {"dtype": torch.float32}, "wrong dtype"),
+        ([], {"ms": (0,)}, "wrong ms"),
+        (Problem(n=32, k=64, op="moe"), {"device": "cpu"}, "got moe"),
+    ],
+)
+def test_what_it_cannot_use(exact, given, options, text):
+    with pytest.raises(nvfp4.InvalidInput, match=text):
+        nvfp4.warmup(given, **options)

@@ -1,0 +1,55 @@
+"""`import nvfp4` is light, and its public names are real."""
+
+import json
+import subprocess
+import sys
+
+import nvfp4
+import torch
+
+CODE = """
+import json, sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import nvfp4
+seconds = time.perf_counter() - start
+print(json.dumps({
+    "seconds": seconds,
+    "modules": sorted(set(sys.modules) - before),
+    "cuda": torch.cuda.is_initialized(),
+    "ops": sorted(name for name in ("gemm", "dequantize") if hasattr(torch.ops.nvfp4, name)),
+}))
+"""
+
+
+def imported() -> dict:
+    done = subprocess.run([sys.executable, "-c", CODE], check=True, capture_output=True, text=True, timeout=120)
+    return json.loads(done.stdout)
+
+
+def test_import_loads_nothing_heavy():
+    report = imported()
+    roots = {name.split(".")[0] for name in report["modules"]}
+    assert not roots & {"optuna", "sqlite_utils", "sqlite3", "triton", "cutlass", "cuda", "pebble", "rich", "click"}
+    assert not report["cuda"]
+    assert report["ops"] == ["dequantize", "gemm"]
+    assert report["seconds"] < 2  # about 0.05 on an idle machine
+
+
+def test_public_names():
+    assert nvfp4.__all__ == sorted(nvfp4.__all__)
+    for name in nvfp4.__all__:
+        assert getattr(nvfp4, name) is not None
+    assert all(getattr(nvfp4, name).__doc__ for name in nvfp4.__all__ if not name.startswith("__"))
+
+
+def test_schemas():
+    assert str(torch.ops.nvfp4.gemm.default._schema) == (
+        "nvfp4::gemm(Tensor x, Tensor weight, Tensor? weight_scale, Tensor weight_scale_2, *, Tensor? bias=None, "
+        'Tensor? pre_quant_scale=None, str layout="checkpoint", int? out_features=None) -> Tensor'
+    )
+    assert str(torch.ops.nvfp4.dequantize.default._schema) == (
+        "nvfp4::dequantize(Tensor weight, Tensor? weight_scale, Tensor weight_scale_2, ScalarType dtype, *, "
+        'str layout="checkpoint", int? out_features=None, int? in_features=None) -> Tensor'
+    )
