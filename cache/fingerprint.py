@@ -18,7 +18,7 @@ def environment() -> Environment:
 
     return Environment(
         nvfp4=_version("nvfp4"),
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a plain str: TorchVersion cannot be encoded
         triton=_version("triton"),
         cutlass_dsl=_version("nvidia-cutlass-dsl"),
         cuda=torch.version.cuda or "",

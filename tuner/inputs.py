@@ -12,6 +12,7 @@ from ..kernels import reference
 from ..kernels.problem import Device, Problem
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
+from ..testing.close import relative_tolerance
 
 __all__ = ["GUARD_ROWS", "POOL_ROWS", "Inputs", "copies_needed", "rows_to_check"]
 
@@ -22,6 +23,7 @@ COLD = 3  # rotating copies cover this many times the last-level cache
 MAX_COPIES = {"cuda": 256, "cpu": 64}
 MEMORY_SHARE = 0.25  # of the device's memory, at most, for the rotating copies of one layout
 TAIL_ROWS = 16
+MOST_ROWS = POOL_ROWS  # compared at once
 
 
 def copies_needed(device: Device, nbytes: int) -> int:
@@ -48,19 +50,42 @@ class Case:
         self.scale = torch.randint(low, high, (n, k // 16), dtype=torch.uint8, device=device)
         size = 448.0 if extreme else 3.6  # codes and scales have about this root mean square
         self.global_scale = torch.full((1,), 1 / (size * math.sqrt(k)), device=device)
-        self._known = frozenset(rows)
+        self.k, self.dtype = k, x.dtype
+        self._known = tuple(sorted(rows))
+        self._rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+        self._tolerances: dict[tuple[int, int], float] = {}
         at = torch.tensor(rows, device=device)
-        self.row_of = torch.full((x.shape[0],), -1, device=device)  # row of x -> row of exact
-        self.row_of[at] = torch.arange(len(rows), device=device)
+        self._row_of = torch.full((x.shape[0],), -1, device=device)  # row of x -> row of exact
+        self._row_of[at] = torch.arange(len(rows), device=device)
         self.exact = reference.gemm(x[at], self.weight, self.scale, self.global_scale, round_output=False)
         self.magnitude: Tensor | None = None
         if extreme:  # a few large blocks hide the error of small ones: element bounds need the true magnitudes
             plus = (self.weight & 0x77, self.scale & 0x7F)
             self.magnitude = reference.gemm(x[at].abs(), *plus, self.global_scale, round_output=False)
 
-    def knows(self, row: int) -> bool:
-        """Whether the exact result of this row of x is kept."""
-        return row in self._known
+    def rows(self, start: int, m: int) -> tuple[Tensor, Tensor]:
+        """Rows of an output of x[start : start + m] whose exact result is kept, and where `exact` holds them.
+
+        All of a small M; of a large one those spread over it, and the last ones.
+        """
+        if (start, m) not in self._rows:
+            known = [row - start for row in self._known if start <= row < start + m]
+            if len(known) > MOST_ROWS:
+                tail = known[-TAIL_ROWS:]
+                known = [*known[: -TAIL_ROWS : len(known) // (MOST_ROWS - TAIL_ROWS) + 1], *tail]
+            at = torch.tensor(known, device=self.exact.device)
+            self._rows[start, m] = at, self._row_of[at + start]
+        return self._rows[start, m]
+
+    def tolerance(self, start: int, m: int) -> float:
+        """The largest relative error that a right kernel shows on those rows."""
+        if (start, m) not in self._tolerances:
+            _, known = self.rows(start, m)
+            magnitude = None if self.magnitude is None else self.magnitude[known]
+            self._tolerances[start, m] = relative_tolerance(
+                self.exact[known], k=self.k, dtype=self.dtype, magnitude=magnitude
+            )
+        return self._tolerances[start, m]
 
     def pack(self, layout_id: str) -> Weight:
         """This weight in a layout."""
@@ -140,8 +165,8 @@ class Inputs:
 
     def unchanged(self, layout_id: str) -> bool:
         """Whether x and the weights of a layout still hold what was put there."""
-        made = self._sets[layout_id]
-        return self._checksum(made) == made.checksum
+        made = self._sets.get(layout_id)
+        return made is None or self._checksum(made) == made.checksum
 
     def close(self) -> None:
         """Give all memory back."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import math
 import os
 import random
 from collections.abc import Callable, Sequence
@@ -18,8 +19,8 @@ from ..kernels.device import describe
 from ..kernels.kernel import Kernel, Launcher
 from ..kernels.problem import Device, Problem
 from ..kernels.weights.weight import Weight
-from ..testing.close import assert_gemm_close, relative_error, relative_tolerance
-from .inputs import POOL_ROWS, Case, Inputs, rows_to_check
+from ..testing.close import assert_gemm_close, relative_error
+from .inputs import POOL_ROWS, Case, Inputs
 from .messages import DETAIL_CHARS, Ceiling, Done, Entrant, Pace, Race, Row, Screen, Started
 from .statistics import HOPELESS, Timing, hopeless, percentile, spread, summarise
 from .timing import Replay, make_timer
@@ -29,6 +30,9 @@ __all__ = ["Measurer", "classify", "gate_ms"]
 Say = Callable[[Started | Row], None]
 FEW_LAUNCHES = 24  # of fast kernels in one replay: a replay takes longer than queueing the next one
 LONG_US = 1000.0  # a single launch this long is timed well enough to see that it is hopeless
+SLOW_US = 200_000.0  # and one this long well enough to be screened
+RACE_US = 5e6  # of one race: what takes longer gets fewer rounds, at least 3
+PER_M = ("oom", "launch_error")  # failures that may concern one M only
 
 
 class Wrong(Exception):
@@ -71,13 +75,17 @@ class Measurer:
         self._launchers: dict[Entrant, tuple[Kernel, Launcher]] = {}
 
     def screen(self, request: Screen, say: Say) -> Done:
-        """Check the candidate once, then time it at every M that is not hopeless; a failure ends it."""
+        """Check the candidate once, then time it at every M that is not hopeless.
+
+        A failure ends it, but for an M that it cannot be launched at or has no memory for.
+        """
         step = _Step(say, request.entrant, "screen")
         done = self._prepare(request.device, request.problem, request.all_ms, step)
         if done is not None:
             return done
         served = tuple(sorted({*request.ms, *request.known_us}))
-        slowdown = {m: us / request.best_us.get(m, us) for m, us in request.known_us.items()}
+        slowdown = {m: us / request.best_us.get(m, us) for m, us in request.known_us.items() if us < math.inf}
+        layout = ""
         try:
             step.begin("build", served[0])
             kernel, launcher = self._launcher(request.device, request.problem, request.entrant)
@@ -88,12 +96,18 @@ class Measurer:
                     continue
                 step.begin("check", m)
                 best_us = request.best_us.get(m)
-                timing, error = self._screen_one(launcher, layout, m, best_us, request.pace)
+                try:
+                    timing, error = self._screen_one(launcher, layout, m, best_us, request.pace)
+                except Exception as failure:
+                    done = self._failed(failure, step, layout)
+                    if done.tainted or step.status not in PER_M:
+                        return done
+                    continue
                 step.ok(timing, error)
                 slowdown[m] = timing.p50_us / (best_us or timing.p50_us)
             self._inputs_unchanged(layout)
         except (Exception, SystemExit) as error:  # whatever a candidate raises is data
-            return self._failed(error, step)
+            return self._failed(error, step, layout)
         return Done()
 
     def race(self, request: Race, say: Say) -> Done:
@@ -111,7 +125,7 @@ class Measurer:
                     count = _count(len(launches), launch_us, request.pace.screen_us, self.device.kind)
                     replays.append((step, self.timer.replay(launches, count), error))
                 except (Exception, SystemExit) as problem:
-                    done = self._failed(problem, step)
+                    done = self._failed(problem, step, self._layout(entrant, request))
                     if done.tainted:
                         return done
             return self._run_race(request, replays, say) if replays else Done()
@@ -132,11 +146,12 @@ class Measurer:
                         turns.append(self.timer.round([replay], 0))
                     rounds.append(([turn.times_us[0] for turn in turns], turns[0].clock_mhz))
             else:
-                spent = 0.0
+                spent, warmed = 0.0, 0
                 while spent < (pace.sustain_us if request.m >= pace.sustain_from else pace.screen_us):
                     warm = self.timer.round(replays, 0)
                     spent += sum(us * replay.launches for us, replay in zip(warm.times_us, replays, strict=True))
-                for i in range(pace.rounds):
+                    warmed += 1
+                for i in range(max(3, min(pace.rounds, int(RACE_US / spent * warmed)))):
                     turn = self.timer.round(replays, i)
                     rounds.append((list(turn.times_us), turn.clock_mhz))
             clocks = [clock for _, clock in rounds]
@@ -214,7 +229,7 @@ class Measurer:
             step.begin("check", m)
             start = random.randrange(max(1, POOL_ROWS - m + 1))
             self._check(launcher, weight, inputs.extreme, m, start, strict=True)
-        self._inputs_unchanged(layout)
+            self._inputs_unchanged(layout)
 
     def _check(
         self, launcher: Launcher, weight: Weight, case: Case, m: int, start: int = 0, *, strict: bool = False
@@ -228,22 +243,19 @@ class Measurer:
             raise Wrong("wrong", f"m={m}: it wrote outside its output", tainted=True)
         nan = torch.isnan(out)
         if bool(nan.any()):
-            at = [int(i) for i in nan.nonzero()[0]]
-            raise Wrong("nan", f"m={m}: {int(nan.sum())} NaN or elements never written, the first at {at}")
-        at_rows = torch.tensor([row for row in rows_to_check(m) if case.knows(start + row)], device=out.device)
-        got, known = out[at_rows], case.row_of[at_rows + start]
-        exact = case.exact[known]
-        magnitude = None if case.magnitude is None else case.magnitude[known]
-        k, dtype = inputs.problem.k, inputs.dtype
+            first = [int(i) for i in nan.nonzero()[0]]
+            raise Wrong("nan", f"m={m}: {int(nan.sum())} NaN or elements never written, the first at {first}")
+        at, known = case.rows(start, m)
+        got, exact = out[at], case.exact[known]
         error = relative_error(got, exact)
         if strict:
+            magnitude = None if case.magnitude is None else case.magnitude[known]
             try:
-                assert_gemm_close(got, exact, k=k, dtype=dtype, magnitude=magnitude)
+                assert_gemm_close(got, exact, k=case.k, dtype=case.dtype, magnitude=magnitude)
             except AssertionError as problem:
                 raise Wrong("wrong", f"m={m}, extreme scales: {problem}", error=error) from problem
-        tolerance = relative_tolerance(exact, k=k, dtype=dtype, magnitude=magnitude)
-        if not error <= tolerance:
-            raise Wrong("wrong", f"m={m}: relative error {error:.4g} above {tolerance:.4g}", error=error)
+        elif not error <= case.tolerance(start, m):
+            raise Wrong("wrong", f"m={m}: relative error {error:.4g} above {case.tolerance(start, m):.4g}", error=error)
         return error
 
     def _inputs_unchanged(self, layout: str) -> None:
@@ -260,6 +272,8 @@ class Measurer:
         launch_us = self.timer.once(launches[1])
         if best_us is not None and launch_us > max(LONG_US, HOPELESS * best_us):
             return summarise([launch_us]), error
+        if launch_us > SLOW_US:
+            return summarise([launch_us, self.timer.once(launches[0])]), error
         replay = self.timer.replay(launches, _count(len(launches), launch_us, pace.screen_us, self.device.kind))
         try:
             times = self.timer.repeat(replay, 3)
@@ -280,8 +294,8 @@ class Measurer:
                 functools.partial(_matmul, x, dense, out) for dense in inputs.dense_copies()
             ]
             launches[0]()
-            at = torch.tensor(rows_to_check(m), device=out.device)
-            error = relative_error(out[at], inputs.plain.exact[inputs.plain.row_of[at]])
+            at, known = inputs.plain.rows(0, m)
+            error = relative_error(out[at], inputs.plain.exact[known])
         else:
             kernel, launcher = self._launcher(request.device, request.problem, entrant)
             copies = inputs.copies(kernel.layout(request.device, request.problem))
@@ -294,21 +308,29 @@ class Measurer:
         assert self._inputs is not None
         return self._inputs
 
-    def _failed(self, error: BaseException, step: _Step) -> Done:
+    def _layout(self, entrant: Entrant, request: Race) -> str:
+        kernel = registry.get(entrant.kernel)
+        return kernel.layout(request.device, request.problem) if kernel else ""
+
+    def _failed(self, error: BaseException, step: _Step, layout: str) -> Done:
         """Say what happened and find out whether the worker can go on."""
         status, detail = classify(error), _text(error)
         tainted = detail if isinstance(error, Wrong) and error.tainted else ""
         relative = error.error if isinstance(error, Wrong) else None
+        error.__traceback__ = None  # its frames hold tensors
         del error
         gc.collect()
-        if self.place.type == "cuda":
-            try:
+        try:
+            if self.place.type == "cuda":
                 torch.cuda.empty_cache()
                 self.timer.sync()
-                torch.zeros(1, device=self.place).add_(1).item()
-            except Exception as sticky:  # the context is lost: every later call would fail
-                status, tainted = "crash", _text(sticky)
-        step.failed(status, detail, relative)
+            if not tainted and self._inputs is not None and not self._inputs.unchanged(layout):
+                status, tainted = "wrong", "it changed x or the weights"
+                detail = f"{tainted}; {detail}"
+        except Exception as sticky:  # the context is lost: every later call would fail
+            status, tainted = "crash", _text(sticky)
+            detail = f"{detail}; then {tainted}" if detail != tainted else detail
+        step.failed(status, detail[:DETAIL_CHARS], relative)
         return Done(tainted=tainted)
 
 
@@ -317,6 +339,7 @@ class _Step:
 
     def __init__(self, say: Say, entrant: Entrant, protocol: str) -> None:
         self.entrant = entrant
+        self.status = ""  # of the last row
         self._say, self._protocol, self._m = say, protocol, 0
 
     def begin(self, step: str, m: int) -> None:
@@ -324,6 +347,7 @@ class _Step:
         self._say(Started(pid=os.getpid(), kernel=self.entrant.kernel, config=self.entrant.config, m=m, step=step))
 
     def ok(self, timing: Timing, error: float) -> None:
+        self.status = "ok"
         self._say(
             Row(
                 kernel=self.entrant.kernel,
@@ -341,6 +365,7 @@ class _Step:
         )
 
     def failed(self, status: str, detail: str, error: float | None) -> None:
+        self.status = status
         self._say(
             Row(
                 kernel=self.entrant.kernel,
@@ -361,7 +386,7 @@ def _matmul(x: Tensor, dense: Tensor, out: Tensor) -> None:
 def _count(copies: int, launch_us: float, screen_us: float, kind: str) -> int:
     """Launches in one replay: all copies, in whole turns, unless that takes far longer than a screen should."""
     if copies * launch_us > 4 * screen_us:
-        return max(2, round(screen_us / launch_us))
+        return max(1, round(screen_us / launch_us))
     few = FEW_LAUNCHES if kind == "cuda" else 1
     return copies * -(-few // copies)
 

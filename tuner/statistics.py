@@ -6,8 +6,19 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["HOPELESS", "Timing", "geometric_mean", "hopeless", "percentile", "spread", "summarise", "throttled"]
+__all__ = [
+    "HOPELESS",
+    "Timing",
+    "beats",
+    "geometric_mean",
+    "hopeless",
+    "percentile",
+    "spread",
+    "summarise",
+    "throttled",
+]
 
+MARGIN = 0.02  # below it two candidates count as equal
 THROTTLED = 0.9  # a round below this share of the other rounds' clock is dropped
 HOPELESS = 3.0  # times the best: a candidate this slow around an M is not timed there
 PROBE_STRIDE = 4  # every fourth M of a candidate is measured whatever the others say
@@ -100,3 +111,8 @@ def hopeless(m: int, ms: Sequence[int], slowdown: Mapping[int, float]) -> bool:
 
 def _probes(count: int) -> int:
     return len(range(0, count, PROBE_STRIDE)) + ((count - 1) % PROBE_STRIDE != 0)
+
+
+def beats(challenger: Timing, incumbent: Timing) -> bool:
+    """Whether a challenger wins: at least 2 % faster, and its slow rounds are faster than the incumbent's median."""
+    return challenger.p50_us * (1 + MARGIN) <= incumbent.p50_us and challenger.p80_us < incumbent.p50_us

@@ -28,8 +28,8 @@ __all__ = ["Died", "Worker"]
 
 START_S = 180.0  # importing torch and creating a context, on a busy machine
 HANG_S = {"cuda": 30.0, "cpu": 120.0}  # without a word; a step that is alive takes far less
+SLOW_STEPS = ("start", "prepare")
 POLL_S = 0.05
-KILLED_S = 10.0
 
 Request = Hello | Ceilings | Screen | Race
 
@@ -151,7 +151,8 @@ class Worker:
                 if body is None:
                     break
                 yield body
-            limit_s = self._hang_s if last is not None else max(START_S, self._hang_s)
+            slow = last is None or last.step in SLOW_STEPS
+            limit_s = max(START_S, self._hang_s) if slow else self._hang_s
             if time.monotonic() - heard > limit_s:
                 raise Died("timeout", f"no sign of life for {limit_s:.0f} s: killed", last)
         self._value = self._outcome(future, last)

@@ -1,0 +1,202 @@
+"""One tuning at work: the device, its worker, the database, and how what the worker says becomes rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ..cache.evidence import implementations
+from ..cache.records import BASELINE, Environment, Measurement
+from ..cache.store import Store
+from ..errors import Nvfp4Error, message
+from ..kernels.build import BuildPool
+from ..kernels.kernel import Kernel
+from ..kernels.problem import Device, Problem
+from .candidates import Candidate, Known
+from .events import Emit, Measured
+from .messages import BASELINE_CONFIG, Done, Entrant, Pace, Race, Row, Screen
+from .worker import Died, Worker
+
+__all__ = ["BASELINE_ENTRANT", "ProblemRun", "Session", "Unprepared"]
+
+BASELINE_ENTRANT = Entrant(kernel=BASELINE, config=BASELINE_CONFIG)
+DENSE = "dense"  # the layout of the baseline's weights
+
+
+class Unprepared(Nvfp4Error, RuntimeError):
+    """The inputs of a problem do not fit the device."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Session:
+    """What all problems of one tuning share."""
+
+    device: Device
+    environment: Environment
+    installed: Mapping[str, Kernel]  # all there are: plans are made from the rows of all
+    kernels: Mapping[str, Kernel]  # those to measure
+    worker: Worker
+    builds: BuildPool
+    store: Store
+    emit: Emit
+    pace: Pace
+    implementations: dict[str, str] = field(init=False)
+    measured: int = 0  # rows saved
+
+    def __post_init__(self) -> None:
+        self.implementations = {**implementations(self.installed), BASELINE: f"torch {self.environment.torch}"}
+
+
+@dataclass(slots=True, kw_only=True)
+class ProblemRun:
+    """One problem of a tuning."""
+
+    session: Session
+    problem: Problem
+    ms: tuple[int, ...]
+    candidates: dict[Entrant, Candidate]
+    known: Known
+    refused: tuple[str, ...] = ()  # why kernels have no candidate here
+
+    def screen(self, candidate: Candidate) -> None:
+        """Build, check and screen one candidate at the M where that is still to be done."""
+        best_us = self.known.best_us()
+        pending = self.known.pending(candidate, best_us)
+        if not pending:
+            return
+        reason = self.session.builds.wait(self.session.device, self.problem, candidate.kernel, candidate.config)
+        if reason:
+            self.save([self._failure(candidate.entrant, candidate.ms[0], "screen", "build_error", reason)])
+            return
+        request = Screen(
+            device=self.session.device,
+            problem=self.problem,
+            entrant=candidate.entrant,
+            ms=pending,
+            all_ms=self.ms,
+            best_us=best_us,
+            known_us=self.known.screen_us(candidate),
+            pace=self.session.pace,
+        )
+        self._ask(request, lambda died: self._blame(candidate.entrant, candidate.ms[0], "screen", died))
+
+    def race(self, entrants: Iterable[Entrant], m: int, protocol: str = "final") -> None:
+        """Time entrants in turns. One that fails is left out; when nobody knows which, each runs alone first."""
+        wanted = tuple(entrants)
+        for attempt in (0, 1):
+            running = tuple(entrant for entrant in wanted if self.known.usable(entrant, m))
+            if not running:
+                return
+            lost: list[Died] = []
+            alone = len(running) == 1
+            done = self._ask(self._race(running, m, protocol), lost.append)
+            for died in lost:
+                culprit = running[0] if alone else self._culprit(died)
+                if culprit is not None:
+                    self._blame(culprit, m, protocol, died)
+            if not lost and not done.tainted:
+                return
+            if not alone and attempt == 0:
+                for entrant in running:
+                    if self.known.usable(entrant, m):
+                        self._alone(entrant, m)
+
+    def save(self, rows: Iterable[Measurement]) -> None:
+        """Into the database, into what is known, and out as events."""
+        for row in rows:
+            self.session.store.add([row])
+            self.session.measured += 1
+            self.known.add(row)
+            self.session.emit(
+                Measured(
+                    problem=self.problem,
+                    kernel=row.kernel,
+                    config=row.config,
+                    m=row.m,
+                    status=row.status,
+                    protocol=row.protocol,
+                    p50_us=row.p50_us,
+                    detail=row.detail,
+                )
+            )
+
+    def _race(self, entrants: tuple[Entrant, ...], m: int, protocol: str) -> Race:
+        return Race(
+            device=self.session.device,
+            problem=self.problem,
+            entrants=entrants,
+            m=m,
+            all_ms=self.ms,
+            protocol=protocol,
+            pace=self.session.pace,
+        )
+
+    def _alone(self, entrant: Entrant, m: int) -> None:
+        """Find out whether an entrant kills the worker when it runs by itself."""
+        lost: list[Died] = []
+        done = self._ask(self._race((entrant,), m, "screen"), lost.append)
+        for died in lost:
+            self._blame(entrant, m, "screen", died)
+        if done.tainted and self.known.usable(entrant, m):
+            self.save([self._failure(entrant, m, "screen", "crash", done.tainted)])
+
+    def _ask(self, request: Screen | Race, on_death: Callable[[Died], None]) -> Done:
+        try:
+            for body in self.session.worker.run(request):
+                if isinstance(body, Row):
+                    self.save([self._measurement(body)])
+                else:
+                    if body.unprepared:
+                        raise Unprepared(
+                            message(
+                                f"the inputs of {self.problem.label} cannot be made for M up to {max(self.ms)}",
+                                got=body.unprepared,
+                                do="free memory on the device, or tune smaller M",
+                            )
+                        )
+                    return body
+        except Died as died:
+            if died.last is not None and died.last.step == "prepare":
+                raise Unprepared(
+                    message(f"the worker ended while it made the inputs of {self.problem.label}", got=died.detail)
+                ) from died
+            on_death(died)
+        return Done()
+
+    def _culprit(self, died: Died) -> Entrant | None:
+        if died.last is None or not died.last.kernel:
+            return None  # several replays were running
+        return Entrant(kernel=died.last.kernel, config=died.last.config)
+
+    def _blame(self, entrant: Entrant, m: int, protocol: str, died: Died) -> None:
+        if died.last is not None and died.last.m:
+            m = died.last.m
+        step = f" while it was at: {died.last.step}, M = {m}" if died.last is not None else ""
+        self.save([self._failure(entrant, m, protocol, died.status, f"{died.detail}{step}")])
+
+    def _failure(self, entrant: Entrant, m: int, protocol: str, status: str, detail: str) -> Measurement:
+        row = Row(kernel=entrant.kernel, config=entrant.config, m=m, status=status, protocol=protocol, detail=detail)
+        return self._measurement(row)
+
+    def _measurement(self, row: Row) -> Measurement:
+        session = self.session
+        candidate = self.candidates.get(Entrant(kernel=row.kernel, config=row.config))
+        return Measurement(
+            device=session.device,
+            environment=session.environment,
+            problem=self.problem,
+            kernel=row.kernel,
+            config=row.config,
+            layout=candidate.layout if candidate else DENSE,
+            implementation=session.implementations[row.kernel],
+            m=row.m,
+            status=row.status,
+            protocol=row.protocol,
+            p20_us=row.p20_us,
+            p50_us=row.p50_us,
+            p80_us=row.p80_us,
+            samples=row.samples,
+            relative_error=row.relative_error,
+            clock_mhz=row.clock_mhz,
+            detail=row.detail,
+        )
