@@ -68,6 +68,16 @@ def gemm(
             )
         rows = _as_rows(x)
         m = rows.shape[0]
+    if weight_scale is None:
+        scale_dtype = scale_shape = scale_contiguous = scale_device = None
+        address = weight.data_ptr()
+    else:
+        scale_dtype = weight_scale.dtype
+        scale_shape = weight_scale.shape
+        scale_contiguous = weight_scale.is_contiguous()
+        scale_device = weight_scale.get_device()
+        # One alignment for both: only if both are aligned is anything cached.
+        address = weight.data_ptr() | weight_scale.data_ptr()
     key = (
         x.dtype,
         x.get_device(),
@@ -76,13 +86,16 @@ def gemm(
         weight.shape,
         weight.is_contiguous(),
         weight.get_device(),
-        weight.data_ptr() & 15,
+        scale_dtype,
+        scale_shape,
+        scale_contiguous,
+        scale_device,
+        address & 15,
         weight_scale_2.dtype,
         weight_scale_2.shape,
         weight_scale_2.is_contiguous(),
         weight_scale_2.get_device(),
         weight_scale_2.data_ptr() & 15,
-        None if weight_scale is None else _key(weight_scale),
         None if bias is None else _key(bias),
         None if pre_quant_scale is None else _key(pre_quant_scale),
         layout,
