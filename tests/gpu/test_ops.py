@@ -162,7 +162,7 @@ def test_wrong_places():
         (c.x, c.weight, c.scale.cpu(), c.gs),
         (c.x, c.weight, c.scale, c.gs.cpu()),
     ):
-        with pytest.raises(nvfp4.InvalidInput, match="different devices|not where x is"):
+        with pytest.raises(nvfp4.InvalidInput, match=r"different devices|not where x is"):
             nvfp4.gemm(*spoilt)
     with pytest.raises(nvfp4.InvalidInput, match="bias is not where x is"):
         nvfp4.gemm(c.x, c.packed, bias=torch.zeros(c.n))
@@ -175,7 +175,7 @@ def test_opcheck(m):
     c = Case(m, 128, 256)
     scale = c.scale.view(torch.uint8)
     torch.library.opcheck(op.default, (c.x, c.weight, scale, c.gs))
-    torch.library.opcheck(op.out, (c.x, c.weight, scale, c.gs), {"out": torch.zeros_like(c.x[:, :1].expand(m, c.n))})
+    torch.library.opcheck(op.out, (c.x, c.weight, scale, c.gs), {"out": c.x.new_zeros(m, c.n)})
     torch.library.opcheck(torch.ops.nvfp4.dequantize.default, (c.weight, scale, c.gs, torch.bfloat16))
 
 
