@@ -76,8 +76,14 @@ def decide(run: ProblemRun, measurements: list[Measurement], *, allow_nondetermi
 
 
 def refine(run: ProblemRun, plan: Plan, deadline: float | None) -> bool:
-    """Race the winners on both sides of every wide crossover of the marked layout halfway between; whether any ran."""
-    ran = False
+    """Race the winners on both sides of every wide crossover of the marked layout, halfway between the two.
+
+    Returns
+    -------
+    bool
+        Whether that told anything new: the plan is to be made again, and its crossovers may still be wide.
+    """
+    learnt = False
     intervals = plan.intervals()
     for below, above in itertools.pairwise(intervals):
         if deadline is not None and time.monotonic() >= deadline:
@@ -92,8 +98,8 @@ def refine(run: ProblemRun, plan: Plan, deadline: float | None) -> bool:
         if not valid or not _differ(run, pair, high) or all(m in run.known.finals.get(e, {}) for e in pair):
             continue
         run.race(pair, m)
-        ran = True
-    return ran
+        learnt |= any(m in run.known.finals.get(entrant, {}) for entrant in pair)
+    return learnt
 
 
 def _next_anchor(run: ProblemRun, winner: Entrant, low: int) -> int | None:

@@ -26,7 +26,6 @@ from .worker import Worker
 __all__ = ["Interrupted", "Result", "tune"]
 
 SCREEN_SHARE = 0.7  # of a problem's budget; the rest is for finals
-REFINEMENTS = 3  # rounds of bisection
 
 
 @dataclass(slots=True, kw_only=True)
@@ -289,11 +288,9 @@ def _one_problem(
     end = None if budget_s is None else begun + budget_s
     unexplored = screen_all(run, first=first, deadline=screens_end)
     run_finals(run, incumbent, end)
-    for _ in range(0 if options.quick else REFINEMENTS):
-        plan = _decide(run, options)
-        if plan is None or not refine(run, plan, end):
-            break
     plan = _decide(run, options)
+    while plan is not None and not options.quick and refine(run, plan, end):
+        plan = _decide(run, options)
     if plan is not None and (incumbent is None or plan.id != incumbent.id):
         session.store.save_plan(plan)
     return plan, unexplored

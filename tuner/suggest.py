@@ -54,10 +54,7 @@ class Suggester:
             for low, high in BANDS
             if any(_in_band(m, low, high) for candidate in candidates.values() for m in candidate.ms)
         ]
-        self._studies = [
-            optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed, warn_independent_sampling=False))
-            for _ in self._bands
-        ]
+        self._studies = [optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed)) for _ in self._bands]
         self._kernels = {candidate.kernel.name: candidate for candidate in candidates.values()}
         self._choices = {name: space.choices for name, space in spaces.items()}
         self._turn = 0

@@ -1,0 +1,137 @@
+import pytest
+from nvfp4.cache.records import BASELINE, Environment, Interval, LayoutPlan, Measurement, Plan
+from nvfp4.kernels.kernel import implementation_hash
+from nvfp4.kernels.problem import Problem
+from nvfp4.testing.fakes import FakeConfig, Good, Trouble, fake_device
+from nvfp4.tuner.candidates import Known, candidates_of, default_at, neighbours, ordered
+from nvfp4.tuner.messages import Entrant
+
+DEVICE = fake_device()
+PROBLEM = Problem(n=48, k=64)
+MS = (1, 8, 16, 64)
+ENVIRONMENT = Environment(nvfp4="0", torch="2")
+GOOD = Good()
+
+
+def good(delay_us, small_m=False):
+    return Entrant(kernel="fake_good", config=FakeConfig(delay_us=delay_us, small_m=small_m).to_json())
+
+
+def row(entrant, m, *, status="ok", us=10.0, protocol="screen", **changes):
+    fields = {
+        "device": DEVICE,
+        "environment": ENVIRONMENT,
+        "problem": PROBLEM,
+        "kernel": entrant.kernel,
+        "config": entrant.config,
+        "layout": "checkpoint",
+        "implementation": "now",
+        "m": m,
+        "status": status,
+        "protocol": protocol,
+        "p50_us": us if status == "ok" else None,
+    }
+    return Measurement(**{**fields, **changes})
+
+
+@pytest.fixture
+def candidates():
+    return candidates_of(DEVICE, PROBLEM, MS, [GOOD])[0]
+
+
+@pytest.fixture
+def known():
+    return Known({"fake_good": "now", BASELINE: "now"})
+
+
+def test_a_candidate_serves_the_m_it_is_valid_at(candidates):
+    assert len(candidates) == 6
+    assert candidates[good(0)].ms == MS
+    assert candidates[good(0, True)].ms == (1, 8)
+
+
+def test_kernels_without_candidates_give_their_reason():
+    cuda = fake_device()
+    cuda = type(cuda)(kind="cuda", name="Fake GPU")
+    assert candidates_of(cuda, PROBLEM, MS, [GOOD]) == ({}, ("fake_good: fakes run on the CPU",))
+
+
+def test_defaults_and_hints_go_first_and_kernels_take_turns():
+    candidates, _ = candidates_of(DEVICE, PROBLEM, MS, [GOOD, Trouble()])
+    queue = ordered(DEVICE, PROBLEM, candidates, [good(3000), Entrant(kernel="gone", config="{}")])
+    names = [candidate.entrant for candidate in queue]
+    assert names[:3] == [good(300), Entrant(kernel="fake_trouble", config='{"what":"zeros"}'), good(3000)]
+    assert sorted(names, key=str) == sorted(candidates, key=str)
+    assert {queue[3].kernel.name, queue[4].kernel.name} == {"fake_good", "fake_trouble"}
+    assert [c.entrant for c in ordered(DEVICE, PROBLEM, candidates, [good(3000)])] == names
+
+
+def test_untuned_runs_the_default_of_the_narrowest_kernel(candidates):
+    assert default_at(DEVICE, PROBLEM, 16, candidates) == good(300)
+    assert default_at(DEVICE, PROBLEM, 16, {}) is None
+
+
+def plan(n, k, kernel, device=DEVICE):
+    interval = Interval(m_lo=1, m_hi=None, kernel=kernel, config="{}", expected_us=1.0)
+    layout = LayoutPlan(layout="checkpoint", intervals=(interval,), traffic_us=1.0)
+    return Plan(
+        device=device,
+        problem=Problem(n=n, k=k),
+        layout="checkpoint",
+        layouts=(layout,),
+        traffic="uniform",
+        environment=ENVIRONMENT,
+    )
+
+
+def test_winners_of_the_three_nearest_shapes_on_this_device():
+    plans = [plan(4096, 64, "far"), plan(48, 128, "near"), plan(48, 80, "nearest"), plan(90, 90, "next")]
+    plans.append(plan(48, 64, "elsewhere", fake_device("other")))
+    assert [e.kernel for e in neighbours(plans, DEVICE, PROBLEM)] == ["nearest", "near", "next"]
+
+
+def test_rows_of_other_implementations_and_protocols_are_no_evidence(known):
+    known.add(row(good(0), 1, implementation="before"))
+    known.add(row(good(0), 8, environment=Environment(nvfp4="0", torch="2", timing="0")))
+    known.add(row(Entrant(kernel="gone", config="{}"), 8))
+    assert known.best_us() == {}
+
+
+def test_the_best_screen_leaves_out_the_baseline_and_what_is_not_trusted(known):
+    known.add(row(Entrant(kernel=BASELINE, config="{}"), 1, us=1.0))
+    known.add(row(good(0), 1, us=2.0))
+    known.add(row(good(300), 1, us=3.0))
+    assert known.best_us() == {1: 2.0}
+    known.add(row(good(0), 63, status="wrong"))
+    assert known.best_us() == {1: 3.0}
+    assert known.bf16_us(1) == 1.0 and known.bf16_us(8) is None
+
+
+@pytest.mark.parametrize("status", ["wrong", "nan", "crash", "timeout", "build_error", "invalid"])
+def test_such_a_failure_ends_a_candidate_everywhere(known, candidates, status):
+    known.add(row(good(0), 1))
+    known.add(row(good(0), 64, status=status))
+    assert known.given_up(good(0)) and not known.usable(good(0), 1)
+    assert known.pending(candidates[good(0)], {}) == ()
+    assert known.failures() == {status: 1}
+
+
+def test_no_memory_at_one_m_ends_it_there_only(known, candidates):
+    known.add(row(good(0), 1))
+    known.add(row(good(0), 64, status="oom"))
+    assert known.usable(good(0), 1) and not known.usable(good(0), 64)
+    assert known.pending(candidates[good(0)], {}) == (8, 16)
+    known.add(row(good(300), 63, status="launch_error"))
+    assert known.given_up(good(300))  # it never ran
+
+
+def test_pending_leaves_out_what_is_known_or_hopeless(known, candidates):
+    assert known.pending(candidates[good(0)], {}) == (1, 64, 8, 16)
+    known.add(row(good(0), 1, us=40.0))
+    known.add(row(good(0), 64, us=40.0))
+    assert known.pending(candidates[good(0)], {1: 40.0, 64: 40.0}) == (8, 16)
+    assert known.pending(candidates[good(0)], {1: 10.0, 64: 10.0}) == ()
+
+
+def test_a_run_that_is_repeated_has_the_same_implementation():
+    assert implementation_hash(Good()) == implementation_hash(Good())
