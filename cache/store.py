@@ -120,7 +120,7 @@ class Store:
 
     def measurements(self, device: Device, problem: Problem) -> list[Measurement]:
         """All that was measured for one problem on one device, oldest first."""
-        with explain(self.path):
+        with self._reading():
             device_id, problem_id = self._pair(device, problem)
             if device_id is None or problem_id is None:
                 return []
@@ -133,7 +133,7 @@ class Store:
 
     def problems(self) -> list[tuple[Device, Problem]]:
         """Every device and problem that was measured or planned."""
-        with explain(self.path):
+        with self._reading():
             return rows.select_problems(self._connection)
 
     def save_plan(self, plan: Plan) -> None:
@@ -156,7 +156,7 @@ class Store:
         DatabaseError
             The stored plan is not valid (reason "corrupt").
         """
-        with explain(self.path):
+        with self._reading():
             device_id, problem_id = self._pair(device, problem)
             if device_id is None or problem_id is None:
                 return None
@@ -165,7 +165,7 @@ class Store:
 
     def plans(self) -> list[Plan]:
         """The plan in force of every device and problem, in the order they were saved."""
-        with explain(self.path):
+        with self._reading():
             return [rows.plan_at(self._connection, number) for number in rows.plan_numbers(self._connection)]
 
     def merge_from(self, other: Path) -> int:
@@ -191,6 +191,18 @@ class Store:
         return self._names.device(device, add=False), self._names.problem(problem, add=False)
 
     @contextmanager
+    def _reading(self) -> Iterator[None]:
+        # One snapshot for all statements: the tuner may replace a plan between two of them.
+        with explain(self.path):
+            self._connection.execute("BEGIN")
+            try:
+                yield
+            finally:
+                # Some errors have ended the transaction already.
+                if self._connection.in_transaction:
+                    self._connection.execute("COMMIT")
+
+    @contextmanager
     def _transaction(self) -> Iterator[None]:
         if self.readonly:
             raise failure(self.path, "readonly", "it was opened for reading", do="open it without readonly=True")
@@ -201,7 +213,7 @@ class Store:
                 self._connection.execute("COMMIT")
             except BaseException:
                 self._names.forget()
-                # A full disk may have ended the transaction already.
+                # Some errors have ended the transaction already, a full disk among them.
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise

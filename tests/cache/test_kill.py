@@ -1,4 +1,4 @@
-"""A killed writer loses no committed row; two writers with different rows both keep theirs."""
+"""A killed writer loses no committed row; two writers both keep theirs; readers beside a writer see whole plans."""
 
 import multiprocessing
 import os
@@ -7,6 +7,7 @@ import time
 from contextlib import closing
 
 import pytest
+from nvfp4.cache.plan import TRAFFIC, make_plan
 from nvfp4.cache.store import Store, open_or_set_aside
 
 # A forked child starts in milliseconds, so that signals arrive while it writes and not while it imports.
@@ -23,7 +24,7 @@ def write(path, fake, name, count, wait_s, pipe):
 def start(path, fake, name, count, wait_s=0.0):
     """The process, and a file in which it puts a dot after every commit."""
     reader, writer = os.pipe()
-    process = FORK.Process(target=write, args=(path, fake, name, count, wait_s, writer))
+    process = FORK.Process(target=write, args=(path, fake, name, count, wait_s, writer), daemon=True)
     process.start()
     os.close(writer)
     return process, open(reader, "rb", buffering=0)
@@ -91,3 +92,36 @@ def test_two_writers_with_different_rows_both_keep_theirs(db, fake, count):
             process.join()
         assert process.exitcode == 0
     assert sorted(rows(db)) == sorted((name, m) for name in ("a", "b") for m in range(1, count + 1))
+
+
+def replace_plans(path, plans, pipe):
+    while True:
+        with Store.open(path, wait_s=5) as store:
+            for plan in plans * 3:
+                store.save_plan(plan)
+                os.write(pipe, b".")
+
+
+def test_a_reader_beside_a_writer_always_sees_a_whole_plan(db, fake):
+    kernel = fake.Kernel("a")
+    rows = [fake.measurement(kernel, m, 1.0, tile=tile) for m, tile in ((1, 16), (2, 32), (4, 16), (8, 32))]
+    plans = [
+        make_plan(fake.device, fake.problem, rows, kernels={"a": kernel}, environment=fake.environment, traffic=traffic)
+        for traffic in TRAFFIC
+    ]
+    with Store.open(db) as store:
+        store.save_plan(plans[0])
+    reader, writer = os.pipe()
+    process = FORK.Process(target=replace_plans, args=(db, plans, writer), daemon=True)
+    process.start()
+    os.close(writer)
+    with closing(open(reader, "rb", buffering=0)) as dots:
+        seen = set()
+        ends = time.monotonic() + 1.5
+        while time.monotonic() < ends:
+            with Store.open(db, readonly=True) as store:
+                seen.add(store.load_plan(fake.device, fake.problem).id)
+        process.kill()
+        process.join()
+        assert dots.read(1) == b"."
+    assert seen <= {plan.id for plan in plans}
