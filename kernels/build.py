@@ -13,6 +13,7 @@ import signal
 import sys
 from concurrent.futures import CancelledError, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import registry
@@ -58,11 +59,18 @@ def available_cores() -> int:
 
 
 def _default_processes() -> int:
+    return max(1, min(available_cores(), _available_bytes() // PROCESS_BYTES))
+
+
+def _available_bytes() -> int:
+    """Memory that can be had without swapping; where that is not known, enough for all cores."""
     try:
-        free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):  # not known here: cores alone decide
-        return available_cores()
-    return max(1, min(available_cores(), free_bytes // PROCESS_BYTES))
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) << 10
+    except OSError:  # not Linux
+        pass
+    return available_cores() * PROCESS_BYTES
 
 
 class BuildPool:

@@ -23,6 +23,8 @@ from ..kernels.weights.codec import dequantize
 __all__ = ["KERNELS", "TRACE_ENV", "TROUBLES", "FakeConfig", "Good", "Trouble", "TroubleConfig", "fake_device"]
 
 TRACE_ENV = "NVFP4_FAKE_TRACE"  # a file to which every launch of a fake appends a line
+TROUBLES_ENV = "NVFP4_FAKE_TROUBLES"  # comma-separated: the only configs of fake_trouble
+IN_BUILD_ENV = "NVFP4_FAKE_IN_BUILD"  # "segfault" and "hang" happen while building, not while launching
 
 TROUBLES = (
     "zeros",
@@ -131,8 +133,8 @@ class Trouble(_Fake):
         return YES
 
     def space(self, device: Device, problem: Problem) -> Space[TroubleConfig]:
-        """All troubles, or those that NVFP4_FAKE_TROUBLES names."""
-        named = os.environ.get("NVFP4_FAKE_TROUBLES")
+        """All troubles, or those that TROUBLES_ENV names."""
+        named = os.environ.get(TROUBLES_ENV)
         return Space(TroubleConfig, {"what": tuple(named.split(",")) if named else TROUBLES})
 
     def default_config(self, device: Device, problem: Problem, m: int) -> TroubleConfig:
@@ -143,6 +145,8 @@ class Trouble(_Fake):
         """A launcher that goes wrong, or the failure to make one."""
         if config.what == "build_error":
             raise BuildError("fake.cu(7): error: expected a ';'")
+        if os.environ.get(IN_BUILD_ENV) and config.what in ("segfault", "hang"):
+            _misbehave(config.what)
 
         def launch(
             x: Tensor,
@@ -169,13 +173,8 @@ def _go_wrong(
         raise torch.OutOfMemoryError("Tried to allocate 3.00 TiB")
     elif what == "launch_error":
         raise RuntimeError("too many resources requested for launch")
-    elif what == "abort":
-        os.abort()
-    elif what == "segfault":
-        os.kill(os.getpid(), signal.SIGSEGV)
-    elif what == "hang":
-        while True:
-            time.sleep(3600)
+    elif what in ("abort", "segfault", "hang"):
+        _misbehave(what)
     else:
         multiply(x, weight, scale, gs, bias, out)
         m, n = out.shape
@@ -185,6 +184,15 @@ def _go_wrong(
             out.as_strided((m + 1, n), (n, 1)).select(0, m).zero_()
         elif what == "changes_weights":
             weight[0, 0] += 1
+
+
+def _misbehave(what: str) -> None:
+    if what == "abort":
+        os.abort()
+    if what == "segfault":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    while True:
+        time.sleep(3600)
 
 
 KERNELS: tuple[Kernel, ...] = (Good(), Trouble())

@@ -124,12 +124,14 @@ class Known:
     screens: dict[Entrant, dict[int, Measurement]] = field(default_factory=dict)
     finals: dict[Entrant, dict[int, Measurement]] = field(default_factory=dict)
     failed: dict[Entrant, dict[int, str]] = field(default_factory=dict)  # status by M
+    _best_us: dict[int, float] | None = None
 
     def add(self, row: Measurement) -> None:
         """Take a row; one of another implementation or timing protocol is no evidence here."""
         if row.implementation != self.implementations.get(row.kernel) or row.environment.timing != TIMING:
             return
         entrant = Entrant(kernel=row.kernel, config=row.config)
+        self._best_us = None
         if row.status != "ok":
             self.failed.setdefault(entrant, {})[row.m] = row.status
         elif row.protocol in ("screen", "final"):
@@ -154,7 +156,9 @@ class Known:
 
     def best_us(self) -> dict[int, float]:
         """The fastest screen of any trusted candidate at every M."""
-        best: dict[int, float] = {}
+        if self._best_us is not None:
+            return self._best_us
+        best = self._best_us = {}
         for entrant, rows in self.screens.items():
             if entrant.kernel == BASELINE or self.given_up(entrant):
                 continue

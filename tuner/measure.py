@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ..cache.records import BASELINE
-from ..errors import BuildError
 from ..kernels import registry
 from ..kernels.device import describe
 from ..kernels.kernel import Kernel, Launcher
@@ -21,35 +20,18 @@ from ..kernels.problem import Device, Problem
 from ..kernels.weights.weight import Weight
 from ..testing.close import assert_gemm_close, relative_error
 from .inputs import POOL_ROWS, Case, Inputs
-from .messages import DETAIL_CHARS, Ceiling, Done, Entrant, Pace, Race, Row, Screen, Started
+from .messages import DETAIL_CHARS, Ceiling, Done, Entrant, Pace, Race, Screen, Started
+from .outcome import Say, Step, Wrong, classify, describe_error
 from .statistics import HOPELESS, Timing, hopeless, percentile, spread, summarise
-from .timing import Replay, make_timer
+from .timing import CaptureError, Replay, Round, make_timer
 
-__all__ = ["Measurer", "classify", "gate_ms"]
+__all__ = ["Measurer", "gate_ms"]
 
-Say = Callable[[Started | Row], None]
 FEW_LAUNCHES = 24  # of fast kernels in one replay: a replay takes longer than queueing the next one
 LONG_US = 1000.0  # a single launch this long is timed well enough to see that it is hopeless
 SLOW_US = 200_000.0  # and one this long well enough to be screened
 RACE_US = 5e6  # of one race: what takes longer gets fewer rounds, at least 3
 PER_M = ("oom", "launch_error")  # failures that may concern one M only
-
-
-class Wrong(Exception):
-    """A candidate's result is not right."""
-
-    def __init__(self, status: str, detail: str, *, error: float | None = None, tainted: bool = False) -> None:
-        super().__init__(detail)
-        self.status, self.error, self.tainted = status, error, tainted
-
-
-def classify(error: BaseException) -> str:
-    """The status that an exception of a candidate becomes."""
-    if isinstance(error, Wrong):
-        return error.status
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower():
-        return "oom"
-    return "build_error" if isinstance(error, BuildError) else "launch_error"
 
 
 def gate_ms(ms: Sequence[int], valid: Callable[[int], bool]) -> tuple[int, ...]:
@@ -66,6 +48,8 @@ class Measurer:
 
     def __init__(self, place: str) -> None:
         self.place = torch.device(place)
+        if self.place.type == "cuda" and self.place.index is None:
+            self.place = torch.device("cuda", 0)
         self.device = describe(self.place)
         self.timer = make_timer(self.place)
         for op in registry.OPS:  # a kernel that cannot be imported is no candidate's failure: it raises here
@@ -79,7 +63,7 @@ class Measurer:
 
         A failure ends it, but for an M that it cannot be launched at or has no memory for.
         """
-        step = _Step(say, request.entrant, "screen")
+        step = Step(say, request.entrant, "screen")
         done = self._prepare(request.device, request.problem, request.all_ms, step)
         if done is not None:
             return done
@@ -112,62 +96,69 @@ class Measurer:
 
     def race(self, request: Race, say: Say) -> Done:
         """Time the entrants at one M in turns; one that fails is left out of the race."""
-        replays: list[tuple[_Step, Replay, float]] = []
+        entries: list[tuple[Step, Replay, float]] = []
+        for entrant in request.entrants:
+            step = Step(say, entrant, request.protocol)
+            done = self._prepare(request.device, request.problem, request.all_ms, step)
+            if done is not None:
+                return done
+            try:
+                step.begin("check", request.m)
+                launches, launch_us, error = self._entrant(request, entrant)
+                count = _count(len(launches), launch_us, request.pace.screen_us, self.device.kind)
+                entries.append((step, self.timer.replay(launches, count), error))
+            except (Exception, SystemExit) as problem:
+                done = self._failed(problem, step, self._layout(entrant, request))
+                if done.tainted:
+                    return done  # the process ends, and the replays with it
         try:
-            for entrant in request.entrants:
-                step = _Step(say, entrant, request.protocol)
-                done = self._prepare(request.device, request.problem, request.all_ms, step)
-                if done is not None:
-                    return done
-                try:
-                    step.begin("check", request.m)
-                    launches, launch_us, error = self._entrant(request, entrant)
-                    count = _count(len(launches), launch_us, request.pace.screen_us, self.device.kind)
-                    replays.append((step, self.timer.replay(launches, count), error))
-                except (Exception, SystemExit) as problem:
-                    done = self._failed(problem, step, self._layout(entrant, request))
-                    if done.tainted:
-                        return done
-            return self._run_race(request, replays, say) if replays else Done()
-        finally:
-            for _, replay, _ in replays:
+            if entries:
+                self._run_race(request, entries, say)
+            for _, replay, _ in entries:
                 replay.close()
-
-    def _run_race(self, request: Race, entries: list[tuple[_Step, Replay, float]], say: Say) -> Done:
-        replays = [replay for _, replay, _ in entries]
-        say(Started(pid=os.getpid(), m=request.m, step=request.protocol))
-        try:
-            pace, rounds = request.pace, []
-            if request.protocol == "burst":
-                for _ in range(pace.rounds):
-                    turns = []
-                    for replay in replays:
-                        self.timer.idle(pace.idle_us)
-                        turns.append(self.timer.round([replay], 0))
-                    rounds.append(([turn.times_us[0] for turn in turns], turns[0].clock_mhz))
-            else:
-                spent, warmed = 0.0, 0
-                while spent < (pace.sustain_us if request.m >= pace.sustain_from else pace.screen_us):
-                    warm = self.timer.round(replays, 0)
-                    spent += sum(us * replay.launches for us, replay in zip(warm.times_us, replays, strict=True))
-                    warmed += 1
-                for i in range(max(3, min(pace.rounds, int(RACE_US / spent * warmed)))):
-                    turn = self.timer.round(replays, i)
-                    rounds.append((list(turn.times_us), turn.clock_mhz))
-            clocks = [clock for _, clock in rounds]
-            for i, (step, _, error) in enumerate(entries):
-                step.ok(summarise([times[i] for times, _ in rounds], clocks), error)
         except Exception as error:  # of the device while it replayed: nobody can say whose it is
-            return Done(tainted=_text(error))
+            return Done(tainted=describe_error(error))
         return Done()
+
+    def _run_race(self, request: Race, entries: list[tuple[Step, Replay, float]], say: Say) -> None:
+        replays = [replay for _, replay, _ in entries]
+        pace = request.pace
+        rounds: list[Round] = []
+
+        def alive() -> None:
+            say(Started(pid=os.getpid(), m=request.m, step=request.protocol))
+
+        if request.protocol == "burst":
+            for _ in range(pace.rounds):
+                turns = []
+                for replay in replays:
+                    alive()
+                    self.timer.idle(pace.idle_us)
+                    turns.append(self.timer.round([replay], 0))
+                rounds.append(Round(tuple(turn.times_us[0] for turn in turns), turns[0].clock_mhz))
+        else:
+            spent_us, warmed = 0.0, 0
+            while spent_us < (pace.sustain_us if request.m >= pace.sustain_from else pace.screen_us):
+                alive()
+                times = self.timer.round(replays, 0).times_us
+                spent_us += sum(us * replay.launches for us, replay in zip(times, replays, strict=True))
+                warmed += 1
+            for i in range(max(3, min(pace.rounds, int(RACE_US * warmed / spent_us)))):
+                alive()
+                rounds.append(self.timer.round(replays, i))
+        clocks = [turn.clock_mhz for turn in rounds]
+        for i, (step, _, error) in enumerate(entries):
+            step.ok(summarise([turn.times_us[i] for turn in rounds], clocks), error)
 
     def ceilings(self) -> Ceiling:
         """Copy bandwidth and bf16 matrix rate, measured for as long as a screen of everything else takes."""
         cuda = self.place.type == "cuda"
-        source = torch.ones((1 << 30) if cuda else (1 << 26), dtype=torch.uint8, device=self.place)
+        copied = min(1 << 30, self.device.memory_bytes // 16) if cuda else 1 << 26
+        source = torch.ones(copied, dtype=torch.uint8, device=self.place)
         target = torch.empty_like(source)
         size = 8192 if cuda else 1024
-        a, b, c = (torch.ones(size, size, dtype=torch.bfloat16, device=self.place) for _ in range(3))
+        # Random values: a product of ones draws less power, so it runs at a higher clock.
+        a, b, c = (torch.randn(size, size, device=self.place).to(torch.bfloat16) for _ in range(3))
         copy_us = self._plain_us(lambda: target.copy_(source))
         matmul_us = self._plain_us(lambda: torch.mm(a, b.t(), out=c))
         return Ceiling(copy_gbps=2 * source.nbytes / copy_us / 1e3, bf16_tflops=2 * size**3 / matmul_us / 1e6)
@@ -190,7 +181,7 @@ class Measurer:
         finally:
             replay.close()
 
-    def _prepare(self, device: Device, problem: Problem, ms: tuple[int, ...], step: _Step) -> Done | None:
+    def _prepare(self, device: Device, problem: Problem, ms: tuple[int, ...], step: Step) -> Done | None:
         if self._key == (problem, ms):
             return None
         step.begin("prepare", 0)
@@ -200,7 +191,7 @@ class Measurer:
             self.timer.sync()
             self._key = (problem, ms)
         except (RuntimeError, MemoryError) as error:
-            detail = _text(error)
+            detail = describe_error(error)
             self.close()
             return Done(unprepared=detail)
         return None
@@ -220,7 +211,7 @@ class Measurer:
     def _bind(self, launcher: Launcher, weight: Weight, x: Tensor, out: Tensor) -> Callable[[], None]:
         return functools.partial(launcher, x, weight.data, weight.scale, weight.global_scale, None, None, out)
 
-    def _gate(self, kernel: Kernel, launcher: Launcher, layout: str, ms: Sequence[int], step: _Step) -> None:
+    def _gate(self, kernel: Kernel, launcher: Launcher, layout: str, ms: Sequence[int], step: Step) -> None:
         """Extreme scales, fresh rows of x, a ragged M; element by element."""
         inputs = self._at_hand()
         config = kernel.parse_config(inputs.device, inputs.problem, step.entrant.config)
@@ -312,10 +303,10 @@ class Measurer:
         kernel = registry.get(entrant.kernel)
         return kernel.layout(request.device, request.problem) if kernel else ""
 
-    def _failed(self, error: BaseException, step: _Step, layout: str) -> Done:
+    def _failed(self, error: BaseException, step: Step, layout: str) -> Done:
         """Say what happened and find out whether the worker can go on."""
-        status, detail = classify(error), _text(error)
-        tainted = detail if isinstance(error, Wrong) and error.tainted else ""
+        status, detail = classify(error), describe_error(error)
+        tainted = detail if isinstance(error, CaptureError) or (isinstance(error, Wrong) and error.tainted) else ""
         relative = error.error if isinstance(error, Wrong) else None
         error.__traceback__ = None  # its frames hold tensors
         del error
@@ -328,55 +319,10 @@ class Measurer:
                 status, tainted = "wrong", "it changed x or the weights"
                 detail = f"{tainted}; {detail}"
         except Exception as sticky:  # the context is lost: every later call would fail
-            status, tainted = "crash", _text(sticky)
+            status, tainted = "crash", describe_error(sticky)
             detail = f"{detail}; then {tainted}" if detail != tainted else detail
         step.failed(status, detail[:DETAIL_CHARS], relative)
         return Done(tainted=tainted)
-
-
-class _Step:
-    """Says what is being done to one entrant, and what came of it."""
-
-    def __init__(self, say: Say, entrant: Entrant, protocol: str) -> None:
-        self.entrant = entrant
-        self.status = ""  # of the last row
-        self._say, self._protocol, self._m = say, protocol, 0
-
-    def begin(self, step: str, m: int) -> None:
-        self._m = m
-        self._say(Started(pid=os.getpid(), kernel=self.entrant.kernel, config=self.entrant.config, m=m, step=step))
-
-    def ok(self, timing: Timing, error: float) -> None:
-        self.status = "ok"
-        self._say(
-            Row(
-                kernel=self.entrant.kernel,
-                config=self.entrant.config,
-                m=self._m,
-                status="ok",
-                protocol=self._protocol,
-                p20_us=timing.p20_us,
-                p50_us=timing.p50_us,
-                p80_us=timing.p80_us,
-                samples=timing.samples,
-                relative_error=error,
-                clock_mhz=timing.clock_mhz,
-            )
-        )
-
-    def failed(self, status: str, detail: str, error: float | None) -> None:
-        self.status = status
-        self._say(
-            Row(
-                kernel=self.entrant.kernel,
-                config=self.entrant.config,
-                m=max(1, self._m),
-                status=status,
-                protocol=self._protocol,
-                relative_error=error,
-                detail=detail,
-            )
-        )
 
 
 def _matmul(x: Tensor, dense: Tensor, out: Tensor) -> None:
@@ -389,7 +335,3 @@ def _count(copies: int, launch_us: float, screen_us: float, kind: str) -> int:
         return max(1, round(screen_us / launch_us))
     few = FEW_LAUNCHES if kind == "cuda" else 1
     return copies * -(-few // copies)
-
-
-def _text(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"[:DETAIL_CHARS] if not isinstance(error, Wrong) else str(error)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["Clock", "Replay", "Round", "Timer", "make_timer"]
+__all__ = ["CaptureError", "Clock", "Replay", "Round", "Timer", "make_timer"]
 
 Launch = Callable[[], None]
 
@@ -21,6 +21,10 @@ class Round:
 
     times_us: tuple[float, ...]  # of one launch, per replay
     clock_mhz: int | None
+
+
+class CaptureError(RuntimeError):
+    """Launches broke a capture. The allocator still believes that it goes on: the process must be replaced."""
 
 
 class Replay(Protocol):
@@ -150,8 +154,9 @@ class _Graph:
             try:
                 for launch in launches:
                     launch()
-            finally:
                 self._graph.capture_end()
+            except Exception as error:
+                raise CaptureError(f"it cannot be captured in a CUDA graph: {error}") from error
 
     def run(self) -> None:
         self._graph.replay()

@@ -1,0 +1,86 @@
+"""What comes of doing something with a candidate: a Wrong, a status, rows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import torch
+
+from ..errors import BuildError
+from .messages import DETAIL_CHARS, Entrant, Row, Started
+from .statistics import Timing
+
+__all__ = ["Say", "Step", "Wrong", "classify", "describe_error"]
+
+Say = Callable[[Started | Row], None]
+
+
+class Wrong(Exception):
+    """A candidate's result is not right."""
+
+    def __init__(self, status: str, detail: str, *, error: float | None = None, tainted: bool = False) -> None:
+        super().__init__(detail)
+        self.status, self.error, self.tainted = status, error, tainted
+
+
+def classify(error: BaseException) -> str:
+    """The status that an exception of a candidate becomes."""
+    if isinstance(error, Wrong):
+        return error.status
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower():
+        return "oom"
+    return "build_error" if isinstance(error, BuildError) else "launch_error"
+
+
+class Step:
+    """Says what is being done to one entrant, and what came of it."""
+
+    def __init__(self, say: Say, entrant: Entrant, protocol: str) -> None:
+        self.entrant = entrant
+        self.status = ""  # of the last row
+        self._say, self._protocol, self._m = say, protocol, 0
+
+    def begin(self, step: str, m: int) -> None:
+        """Say what is about to be done: what was in flight, should the process end."""
+        self._m = m
+        self._say(Started(pid=os.getpid(), kernel=self.entrant.kernel, config=self.entrant.config, m=m, step=step))
+
+    def ok(self, timing: Timing, error: float) -> None:
+        """Say that the M begun last was timed."""
+        self.status = "ok"
+        self._say(
+            Row(
+                kernel=self.entrant.kernel,
+                config=self.entrant.config,
+                m=self._m,
+                status="ok",
+                protocol=self._protocol,
+                p20_us=timing.p20_us,
+                p50_us=timing.p50_us,
+                p80_us=timing.p80_us,
+                samples=timing.samples,
+                relative_error=error,
+                clock_mhz=timing.clock_mhz,
+            )
+        )
+
+    def failed(self, status: str, detail: str, error: float | None) -> None:
+        """Say that it failed there."""
+        self.status = status
+        self._say(
+            Row(
+                kernel=self.entrant.kernel,
+                config=self.entrant.config,
+                m=max(1, self._m),
+                status=status,
+                protocol=self._protocol,
+                relative_error=error,
+                detail=detail,
+            )
+        )
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message; of a Wrong its message alone."""
+    return f"{type(error).__name__}: {error}"[:DETAIL_CHARS] if not isinstance(error, Wrong) else str(error)
