@@ -151,7 +151,7 @@ def test_global_scale_keeps_its_bits(tensors):
 class TestLayouts:
     def test_checkpoint_is_known_and_unknown_ids_are_named(self):
         assert "checkpoint" in layout_ids()
-        with pytest.raises(InvalidInput, match="unknown weight layout; got 'nonsense'.*checkpoint"):
+        with pytest.raises(InvalidInput, match=r"unknown weight layout; got 'nonsense'.*checkpoint"):
             layout("nonsense")
 
     def test_checkpoint_round_trip_copies_nothing(self, tensors):

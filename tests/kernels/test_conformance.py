@@ -1,0 +1,82 @@
+"""Every registered gemm kernel against the exact reference, as far as this process can run it.
+
+CPU kernels run here; Triton kernels when TRITON_INTERPRET=1 (then CPU kernels do not, as the interpreter's process is
+for Triton only); everything else on a GPU, in tests/gpu.
+"""
+
+import os
+from functools import cache
+
+import pytest
+import torch
+from nvfp4.kernels import registry
+from nvfp4.kernels.device import describe
+from nvfp4.kernels.problem import Problem
+from nvfp4.testing import conformance
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+DEVICE = conformance.H200 if INTERPRET else describe("cpu")
+CPU = torch.device("cpu")
+DTYPES = ("bfloat16", "float16")
+MS_TURN = (5, 33, 64)
+
+
+@cache
+def skip_reason(kernel) -> str:
+    if kernel.conformance_skip:
+        return kernel.conformance_skip
+    if INTERPRET:
+        return "" if "triton" in kernel.packages else "TRITON_INTERPRET=1: only Triton kernels run in this process"
+    if "triton" in kernel.packages:
+        return "Triton kernels need TRITON_INTERPRET=1 here, or a GPU (tests/gpu)"
+    verdict = kernel.supports(DEVICE, Problem(n=128, k=128))
+    return verdict.reason
+
+
+ALL = registry.kernels("gemm")
+HERE = [kernel for kernel in ALL if not skip_reason(kernel)]
+NOT_HERE = [kernel for kernel in ALL if skip_reason(kernel)]
+
+
+def name(value) -> str:
+    return value.name if hasattr(value, "name") else value.label
+
+
+def cases():
+    """(problem, Ms, index): all Ms natively; in the slow interpreter small problems only, and one or two Ms in turn."""
+    if not INTERPRET:
+        found = [(problem, conformance.MS) for problem in conformance.problems()]
+    else:
+        small = conformance.problems(max_weights=129 * 96)
+        found = [(problem, (MS_TURN[i % 3], conformance.MS[i % 6])) for i, problem in enumerate(small)]
+    return [pytest.param(problem, ms, index, id=problem.label) for index, (problem, ms) in enumerate(found)]
+
+
+@pytest.mark.parametrize("kernel", NOT_HERE, ids=name)
+def test_not_run_here(kernel):
+    pytest.skip(f"{kernel.name}: {skip_reason(kernel)}")
+
+
+@pytest.mark.parametrize(("problem", "ms", "index"), cases())
+@pytest.mark.parametrize("kernel", HERE, ids=name)
+def test_against_the_reference(kernel, problem, ms, index):
+    verdict = kernel.supports(DEVICE, problem)
+    if not verdict:
+        pytest.skip(f"{kernel.name}: {verdict.reason}")
+    ran = 0
+    for m in ms:
+        seed = 64 * index + m  # its low bits choose the features of the input
+        for config in conformance.candidates(kernel, DEVICE, problem, m, sampled=1 if INTERPRET else 3, seed=seed):
+            conformance.check(kernel, DEVICE, CPU, problem, config, m, seed=seed + ran)
+            ran += 1
+    if not ran:
+        pytest.skip(f"{kernel.name}: no valid config for M in {list(ms)}")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", HERE, ids=name)
+def test_every_product_is_exact(kernel, dtype):
+    sizes = [k for k in (16, 64, 256) if kernel.supports(DEVICE, Problem(n=127, k=k, dtype=dtype))]
+    assert sizes, f"{kernel.name} supports no K up to 256"
+    less = {"rotations": 1, "global_scales": (3e-5,)} if INTERPRET else {}
+    conformance.check_exact(kernel, DEVICE, CPU, dtype, k=sizes[0], **less)
