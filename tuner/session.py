@@ -60,25 +60,33 @@ class ProblemRun:
 
     def screen(self, candidate: Candidate) -> None:
         """Build, check and screen one candidate at the M where that is still to be done."""
-        best_us = self.known.best_us()
-        pending = self.known.pending(candidate, best_us)
-        if not pending:
-            return
-        reason = self.session.builds.wait(self.session.device, self.problem, candidate.kernel, candidate.config)
-        if reason:
-            self.save([self._failure(candidate.entrant, candidate.ms[0], "screen", "build_error", reason)])
-            return
-        request = Screen(
-            device=self.session.device,
-            problem=self.problem,
-            entrant=candidate.entrant,
-            ms=pending,
-            all_ms=self.ms,
-            best_us=best_us,
-            known_us=self.known.screen_us(candidate),
-            pace=self.session.pace,
-        )
-        self._ask(request, lambda died: self._blame(candidate.entrant, candidate.ms[0], "screen", died))
+        session, entrant = self.session, candidate.entrant
+        for attempt in (0, 1):
+            best_us = self.known.best_us()
+            pending = self.known.pending(candidate, best_us)
+            if not pending:
+                return
+            reason = session.builds.wait(session.device, self.problem, candidate.kernel, candidate.config)
+            if reason:
+                self.save([self._failure(entrant, candidate.ms[0], "screen", "build_error", reason)])
+                return
+            request = Screen(
+                device=session.device,
+                problem=self.problem,
+                entrant=entrant,
+                ms=pending,
+                all_ms=self.ms,
+                best_us=best_us,
+                known_us=self.known.screen_us(candidate),
+                pace=session.pace,
+            )
+            lost: list[Died] = []
+            self._ask(request, lost.append)
+            if not lost:
+                return
+            if attempt or not lost[0].killed:  # who was killed from outside gets a second chance
+                self._blame(entrant, candidate.ms[0], "screen", lost[0])
+                return
 
     def race(self, entrants: Iterable[Entrant], m: int, protocol: str = "final") -> None:
         """Time entrants in turns. One that fails is left out; when nobody knows which, each runs alone first."""
@@ -88,18 +96,18 @@ class ProblemRun:
             if not running:
                 return
             lost: list[Died] = []
-            alone = len(running) == 1
             done = self._ask(self._race(running, m, protocol), lost.append)
-            for died in lost:
-                culprit = running[0] if alone else self._culprit(died)
-                if culprit is not None:
-                    self._blame(culprit, m, protocol, died)
             if not lost and not done.tainted:
                 return
-            if not alone and attempt == 0:
+            found = any(not self.known.usable(entrant, m) for entrant in running)
+            if attempt == 0 and (found or (lost and lost[0].killed)):
+                continue
+            culprit = running[0] if len(running) == 1 else self._culprit(lost)
+            if culprit is not None and lost:
+                self._blame(culprit, m, protocol, lost[0])
+            elif attempt == 0:
                 for entrant in running:
-                    if self.known.usable(entrant, m):
-                        self._alone(entrant, m)
+                    self._alone(entrant, m)
 
     def save(self, rows: Iterable[Measurement]) -> None:
         """Into the database, into what is known, and out as events."""
@@ -132,12 +140,14 @@ class ProblemRun:
         )
 
     def _alone(self, entrant: Entrant, m: int) -> None:
-        """Find out whether an entrant kills the worker when it runs by itself."""
+        """Find out whether an entrant ruins the worker when it runs by itself."""
+        if not self.known.usable(entrant, m):
+            return
         lost: list[Died] = []
         done = self._ask(self._race((entrant,), m, "screen"), lost.append)
         for died in lost:
             self._blame(entrant, m, "screen", died)
-        if done.tainted and self.known.usable(entrant, m):
+        if done.tainted and self.known.usable(entrant, m):  # its row, if it has one, said so already
             self.save([self._failure(entrant, m, "screen", "crash", done.tainted)])
 
     def _ask(self, request: Screen | Race, on_death: Callable[[Died], None]) -> Done:
@@ -163,10 +173,11 @@ class ProblemRun:
             on_death(died)
         return Done()
 
-    def _culprit(self, died: Died) -> Entrant | None:
-        if died.last is None or not died.last.kernel:
+    def _culprit(self, lost: list[Died]) -> Entrant | None:
+        last = lost[0].last if lost else None
+        if last is None or not last.kernel:
             return None  # several replays were running
-        return Entrant(kernel=died.last.kernel, config=died.last.config)
+        return Entrant(kernel=last.kernel, config=last.config)
 
     def _blame(self, entrant: Entrant, m: int, protocol: str, died: Died) -> None:
         if died.last is not None and died.last.m:

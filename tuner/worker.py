@@ -40,14 +40,16 @@ class Died(Exception):
     Attributes
     ----------
     status
-        "crash", "timeout" or "oom" (the system's out-of-memory killer).
+        "crash" or "timeout".
     last
-        The step it had begun, None when it had begun none.
+        The step it had begun.
+    killed
+        Somebody else sent SIGKILL: what it was measuring may be innocent.
     """
 
-    def __init__(self, status: str, detail: str, last: Started | None) -> None:
+    def __init__(self, status: str, detail: str, last: Started | None, *, killed: bool = False) -> None:
         super().__init__(detail)
-        self.status, self.detail, self.last = status, detail, last
+        self.status, self.detail, self.last, self.killed = status, detail, last, killed
 
 
 class _NotStarted(Exception):
@@ -146,6 +148,8 @@ class Worker:
                 if isinstance(body, Started):
                     last, self._pid = body, body.pid
                 yield body
+                if isinstance(body, Done):
+                    break
             elif future.done():
                 body = self._receive(0)  # its last words came between the two questions
                 if body is None:
@@ -164,17 +168,17 @@ class Worker:
             return future.result()
         except (ProcessExpired, BrokenProcessPool) as error:
             code = getattr(error, "exitcode", None)
-            if last is None:
+            if last is None or last.step == "start":
                 raise _NotStarted(
                     message(
                         "the worker process did not start",
-                        got=describe_exit(code),
+                        got=None if code is None else describe_exit(code),
                         do='see its output above; a script that calls tune() needs `if __name__ == "__main__":`',
                     )
                 ) from error
             killed = code == -signal.SIGKILL  # nobody here sent it
             hint = ", perhaps by the system, short of memory" if killed else ""
-            raise Died("crash", f"the worker died: {describe_exit(code)}{hint}", last) from error
+            raise Died("crash", f"the worker died: {describe_exit(code)}{hint}", last, killed=killed) from error
 
     def _receive(self, wait_s: float) -> Started | Row | Done | None:
         assert self._reader is not None
@@ -238,16 +242,18 @@ def _serve(number: int, request: Request) -> Device | Ceiling | None:
 
     if _measurer is None:
         _measurer = Measurer(_place)
+    answer: Device | Ceiling | None = None
+    done = Done()
     if isinstance(request, Hello):
-        return _measurer.device
-    if isinstance(request, Ceilings):
-        return _measurer.ceilings()
-    if isinstance(request, Screen):
+        answer = _measurer.device
+    elif isinstance(request, Ceilings):
+        answer = _measurer.ceilings()
+    elif isinstance(request, Screen):
         done = _measurer.screen(request, lambda body: _say(number, body))
     else:
         done = _measurer.race(request, lambda body: _say(number, body))
     _say(number, done)
-    return None
+    return answer
 
 
 def _say(number: int, body: Started | Row | Done) -> None:

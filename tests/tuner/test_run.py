@@ -14,7 +14,7 @@ from nvfp4.kernels.kernel import Config, Kernel, Space
 from nvfp4.kernels.problem import YES, Problem, Verdict
 from nvfp4.testing.fakes import fake_device
 from nvfp4.tuner import events as ev
-from nvfp4.tuner.messages import Ceiling, Done, Row, Screen
+from nvfp4.tuner.messages import Ceiling, Done, Row, Screen, Started
 from nvfp4.tuner.run import Interrupted, tune
 from nvfp4.tuner.statistics import hopeless, spread
 from nvfp4.tuner.worker import Died
@@ -267,8 +267,6 @@ def test_a_crash_costs_one_candidate(install, go, tmp_path):
 
     def die(request):
         yield ModelWorker.row(request.entrant, 1, "screen")
-        from nvfp4.tuner.messages import Started
-
         last = Started(pid=1, kernel=request.entrant.kernel, config=request.entrant.config, m=4096, step="check")
         raise Died("crash", "the worker died: signal SIGSEGV", last)
 
@@ -282,14 +280,28 @@ def test_a_crash_costs_one_candidate(install, go, tmp_path):
     assert go()[0].measured == 0  # it is not tried again
 
 
+def test_a_worker_that_somebody_kills_is_no_fault_of_its_candidate(install, go, tmp_path):
+    install(Tiles())
+
+    def killed(request):
+        yield from ()
+        raise Died("crash", "the worker died: signal SIGKILL", Started(pid=1, m=1, step="check"), killed=True)
+
+    ModelWorker.script[len(MS)] = killed
+    race = len(MS) + 1 + 3
+    ModelWorker.script[race] = killed
+    result, _ = go(quick=True)
+    assert result.exit_code == 0 and result.failures == {}
+    finals = [row.config for row in rows_of(tmp_path) if row.protocol == "final" and row.m == 1]
+    assert len(finals) == len(set(finals)) > 1
+
+
 def test_a_race_that_dies_is_run_again_without_its_culprit(install, go, tmp_path):
     install(Tiles(rows=(8, 16)))
     culprit = Tile(rows=16).to_json()
 
     def die(request):
         yield from ()
-        from nvfp4.tuner.messages import Started
-
         raise Died("crash", "the worker died: signal SIGABRT", Started(pid=1, m=request.m, step="final"))
 
     def alone(request):
