@@ -150,7 +150,10 @@ def _merge(pieces: Sequence[Piece]) -> tuple[Interval, ...]:
     merged: list[Piece] = []
     for piece in pieces:
         if merged and merged[-1].best.candidate == piece.best.candidate:
-            piece = Piece(merged.pop().m_lo, piece.m_hi, piece.best, piece.runner_up)
+            last = merged.pop()
+            # What goes on beyond the last anchor was measured at that anchor, and fewer can follow it there.
+            runner_up = piece.runner_up or (last.runner_up if last.best.m == piece.best.m else None)
+            piece = Piece(last.m_lo, piece.m_hi, piece.best, runner_up)
         merged.append(piece)
     return tuple(_interval(piece) for piece in merged)
 

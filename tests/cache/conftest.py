@@ -39,7 +39,9 @@ class FakeKernel(Kernel):
         self.name = name
         self.reads = layout
         self.source = source
-        self.limits = SimpleNamespace(**({"max_m": 2**30, "min_m": 1, "supported": True, "default_tile": 16} | limits))
+        self.limits = SimpleNamespace(
+            **({"max_m": 2**30, "min_m": 1, "hole": 0, "supported": True, "default_tile": 16} | limits)
+        )
         self.deterministic = bool(limits.get("deterministic", True))
 
     def layout(self, device, problem):
@@ -49,7 +51,7 @@ class FakeKernel(Kernel):
         return YES if self.limits.supported else Verdict.no("needs a newer card")
 
     def is_valid(self, device, problem, config, m):
-        if self.limits.min_m <= m <= self.limits.max_m:
+        if self.limits.min_m <= m <= self.limits.max_m and m != self.limits.hole:
             return YES
         return Verdict.no(f"M must be {self.limits.min_m} to {self.limits.max_m}")
 

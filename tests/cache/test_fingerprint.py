@@ -6,6 +6,7 @@ import torch
 from nvfp4.cache.evidence import implementations
 from nvfp4.cache.fingerprint import changes, environment, is_current
 from nvfp4.cache.records import TIMING
+from nvfp4.cache.store import Store
 
 
 def test_the_environment_names_the_software_of_this_process():
@@ -14,6 +15,14 @@ def test_the_environment_names_the_software_of_this_process():
     assert found.cuda == (torch.version.cuda or "")
     assert found.timing == TIMING
     assert found.nvfp4
+
+
+def test_the_environment_of_this_process_can_be_saved(db, fake):
+    row = fake.measurement("a", 1, 1.0, environment=environment())
+    with Store.open(db) as store:
+        store.add([row])
+        assert store.measurements(fake.device, fake.problem) == [row]
+    assert msgspec.json.decode(msgspec.json.encode(environment())) == msgspec.to_builtins(environment())
 
 
 def test_a_changed_kernel_retires_its_own_rows_only(tmp_path, fake):

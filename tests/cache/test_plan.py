@@ -220,6 +220,18 @@ def test_a_candidate_serves_only_where_its_kernel_says_it_is_valid(plan, fake):
     assert plan([m(decode, 1, 1.0), m(decode, 64, 1.0)], decode) is None
 
 
+def test_a_candidate_serves_no_range_with_an_anchor_inside_that_it_cannot_run(plan, fake):
+    holed, solid = fake.Kernel("holed", hole=64), fake.Kernel("solid")
+    # At 64 nothing was timed that could serve from 1, so 128 decides 1..128.
+    rows = [
+        fake.measurement(fake.Kernel("late", min_m=64), 64, 1.0),
+        fake.measurement(holed, 128, 1.0),
+        fake.measurement(solid, 128, 2.0),
+    ]
+    found = plan(rows, holed, solid, fake.Kernel("late", min_m=64))
+    assert chosen(found) == [(1, 128, "solid", 16), (129, None, "holed", 16)]
+
+
 def layouts_of(fake, checkpoint_us, fragment_us):
     plain, packed = fake.Kernel("plain"), fake.Kernel("packed", layout="fragment1-bf16")
     rows = [fake.measurement(plain, m, us) for m, us in checkpoint_us.items()]
