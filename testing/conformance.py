@@ -77,7 +77,15 @@ def candidates(kernel: Kernel, device: Device, problem: Problem, m: int, *, samp
 
 
 def check(
-    kernel: Kernel, device: Device, torch_device: torch.device, problem: Problem, config: Any, m: int, *, seed: int
+    kernel: Kernel,
+    device: Device,
+    torch_device: torch.device,
+    problem: Problem,
+    config: Any,
+    m: int,
+    *,
+    seed: int,
+    repeat: bool = True,
 ) -> None:
     """Run one candidate and compare with the reference.
 
@@ -95,6 +103,8 @@ def check(
         Rows of x.
     seed
         Decides all inputs.
+    repeat
+        Run twice and compare, if the kernel says that it is deterministic.
 
     Raises
     ------
@@ -114,7 +124,7 @@ def check(
         inputs.compare(out)
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from error
-    if kernel.deterministic:
+    if repeat and kernel.deterministic:
         again = _run(launcher, inputs.x, arguments, problem.n)
         assert torch.equal(_bytes(again), _bytes(out)), f"{what}: two runs differ"
 
