@@ -166,6 +166,7 @@ class Measurer:
     def close(self) -> None:
         """Give back all memory of the problem at hand."""
         self._launchers.clear()
+        self.timer.release()
         if self._inputs is not None:
             self._inputs.close()
         self._inputs = self._key = None

@@ -1,5 +1,6 @@
 """`tune` with a worker that answers from a formula: no processes, so the decisions can be checked one by one."""
 
+import os
 import signal
 from dataclasses import dataclass
 from typing import ClassVar
@@ -390,6 +391,16 @@ def test_a_newer_database_is_left_alone(install, go, tmp_path):
     with pytest.raises(DatabaseError, match="update nvfp4"):
         go()
     assert (tmp_path / "t.db").read_bytes() == before
+
+
+def test_a_read_only_database_is_refused_before_anything_is_measured(install, go, tmp_path, monkeypatch):
+    install(Tiles())
+    go(ms=(1,))
+    del ModelWorker.requests[:]
+    monkeypatch.setattr("nvfp4.cache.files.os.access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(DatabaseError, match="write permission"):
+        go()
+    assert ModelWorker.requests == []
 
 
 def test_two_tuners_at_once(install, go, tmp_path):

@@ -1,6 +1,7 @@
 """`tune` from end to end on the CPU, with real processes: bad candidates, and a parent that is killed."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -97,8 +98,8 @@ def gone(pids, alive, limit_s=5.0):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rows_before", [3, 17])
-def test_a_killed_parent_leaves_no_process_and_loses_nothing(tmp_path, rows_before, alive, descendants):
+def test_a_killed_parent_leaves_no_process_and_loses_nothing(tmp_path, alive, descendants):
+    rows_before = random.randrange(1, 40)
     process = start(tmp_path)
     lines = 0
     for line in process.stdout:
@@ -111,7 +112,7 @@ def test_a_killed_parent_leaves_no_process_and_loses_nothing(tmp_path, rows_befo
     process.wait()
     assert gone(children, alive)
     before = {row.uuid for row in all_rows(tmp_path / "t.db")}
-    assert len(before) >= rows_before  # all that was announced
+    assert len(before) >= rows_before, rows_before  # all that was announced
 
     process = start(tmp_path)
     output, _ = process.communicate(timeout=120)
