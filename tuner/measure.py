@@ -20,7 +20,7 @@ from ..kernels.problem import Device, Problem
 from ..kernels.weights.weight import Weight
 from ..testing.close import assert_gemm_close, relative_error
 from .inputs import POOL_ROWS, Case, Inputs
-from .messages import DETAIL_CHARS, Ceiling, Done, Entrant, Pace, Race, Screen, Started
+from .messages import Ceiling, Done, Entrant, Pace, Race, Screen, Started
 from .outcome import Say, Step, Wrong, classify, describe_error
 from .statistics import HOPELESS, Timing, hopeless, percentile, spread, summarise
 from .timing import CaptureError, Replay, Round, make_timer
@@ -322,7 +322,7 @@ class Measurer:
         except Exception as sticky:  # the context is lost: every later call would fail
             status, tainted = "crash", describe_error(sticky)
             detail = f"{detail}; then {tainted}" if detail != tainted else detail
-        step.failed(status, detail[:DETAIL_CHARS], relative)
+        step.failed(status, detail, relative)
         return Done(tainted=tainted)
 
 

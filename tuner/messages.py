@@ -21,10 +21,18 @@ __all__ = [
     "Row",
     "Screen",
     "Started",
+    "shorten",
 ]
 
 BASELINE_CONFIG = "{}"
-DETAIL_CHARS = 1500  # a line stays below the size up to which a pipe writes whole
+DETAIL_BYTES = 1500  # of JSON: a line stays below 4096 bytes, up to which a pipe takes all or nothing
+
+
+def shorten(text: str) -> str:
+    """The beginning of a message, short enough for a line."""
+    while len(msgspec.json.encode(text)) > DETAIL_BYTES:
+        text = text[: max(1, len(text) * 3 // 4)]
+    return text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

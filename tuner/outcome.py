@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from ..errors import BuildError
-from .messages import DETAIL_CHARS, Entrant, Row, Started
+from .messages import Entrant, Row, Started, shorten
 from .statistics import Timing
 
 __all__ = ["Say", "Step", "Wrong", "classify", "describe_error"]
@@ -76,11 +76,11 @@ class Step:
                 status=status,
                 protocol=self._protocol,
                 relative_error=error,
-                detail=detail,
+                detail=shorten(detail),
             )
         )
 
 
 def describe_error(error: BaseException) -> str:
     """Type and message; of a Wrong its message alone."""
-    return f"{type(error).__name__}: {error}"[:DETAIL_CHARS] if not isinstance(error, Wrong) else str(error)
+    return shorten(str(error) if isinstance(error, Wrong) else f"{type(error).__name__}: {error}")

@@ -35,7 +35,9 @@ class Result:
     plans: dict[Problem, Plan | None] = field(default_factory=dict)  # of the problems that were finished
     measured: int = 0  # rows saved
     failures: dict[str, int] = field(default_factory=dict)  # candidates by status, over all problems
-    unexplored: dict[Problem, int] = field(default_factory=dict)  # candidates that the budget left
+    unexplored: dict[Problem, int] = field(
+        default_factory=dict
+    )  # candidates that the budget left, or that a large space has beyond 300
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
 

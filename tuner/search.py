@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterator
 
 from .candidates import Candidate, default_at, ordered
@@ -14,8 +15,9 @@ from .suggest import Suggester
 
 __all__ = ["WHOLE", "screen_all", "standings", "submit_builds"]
 
-WHOLE = 300  # candidates: a space up to this size is measured whole, if time allows
+WHOLE = 300  # candidates: a space up to this size is measured whole, if time allows; of a larger one so many
 LEARN = 8  # candidates screened before the time for all is estimated
+AHEAD = 8  # candidates proposed before those ahead of them are measured: they compile meanwhile
 PROGRESS_S = 0.5
 
 
@@ -32,7 +34,7 @@ def screen_all(run: ProblemRun, *, first: tuple[Entrant, ...] = (), deadline: fl
     Returns
     -------
     int
-        How many candidates the deadline left unexplored.
+        How many candidates were left unexplored: by the deadline, or because the space is too large.
     """
     queue = ordered(run.session.device, run.problem, run.candidates, first)
     whole = len(queue) <= WHOLE
@@ -42,7 +44,7 @@ def screen_all(run: ProblemRun, *, first: tuple[Entrant, ...] = (), deadline: fl
     done = spent = 0
     for candidate in order:
         now = time.monotonic()
-        if deadline is not None and now >= deadline:
+        if (deadline is not None and now >= deadline) or (not whole and _explored(run) >= WHOLE):
             break
         pending = bool(run.known.pending(candidate, run.known.best_us()))
         run.screen(candidate)
@@ -75,6 +77,11 @@ def screen_all(run: ProblemRun, *, first: tuple[Entrant, ...] = (), deadline: fl
     )
 
 
+def _explored(run: ProblemRun) -> int:
+    """How many candidates were screened or failed, in this run and earlier ones."""
+    return len(run.candidates.keys() & (run.known.screens.keys() | run.known.failed.keys()))
+
+
 def submit_builds(run: ProblemRun, first: tuple[Entrant, ...] = ()) -> None:
     """Start to compile what is certain to be screened: all candidates of a space that is measured whole."""
     session = run.session
@@ -92,6 +99,7 @@ class _Order:
         self._run, self._queue, self._head = run, queue, head
         self._measured: dict[Entrant, Candidate] = {}
         self._suggester: Suggester | None = None
+        self._ahead: deque[Candidate] = deque()  # proposed, and being compiled
 
     def __iter__(self) -> Iterator[Candidate]:
         at = 0
@@ -122,7 +130,11 @@ class _Order:
             self._suggester = Suggester(run.candidates, spaces)
             for known in self._measured.values():
                 self._suggester.tell(known, self._slowdown(known))
-        return self._suggester.propose()
+        while len(self._ahead) < AHEAD and (proposed := self._suggester.propose()) is not None:
+            session = self._run.session
+            session.builds.submit(session.device, self._run.problem, proposed.kernel, proposed.config)
+            self._ahead.append(proposed)
+        return self._ahead.popleft() if self._ahead else None
 
     def _slowdown(self, candidate: Candidate) -> dict[int, float]:
         if self._run.known.given_up(candidate.entrant):

@@ -61,7 +61,7 @@ class Suggester:
         self._values: dict[tuple[int, Entrant], float] = {}
 
     def propose(self) -> Candidate | None:
-        """A candidate that was not told yet, or None when there is none left."""
+        """A candidate that was neither proposed nor told yet, or None when there is none left."""
         if not self._open:
             return None
         self._turn = (self._turn + 1) % len(self._bands)
@@ -73,9 +73,12 @@ class Suggester:
             served = candidate is not None and any(_in_band(m, *self._bands[self._turn]) for m in candidate.ms)
             if candidate is not None and served and entrant in self._open:
                 study.tell(trial, state=_failed_state())  # its value comes with `tell`
+                del self._open[entrant]
                 return candidate
             study.tell(trial, self._values.get((self._turn, entrant), WORST))
-        return self._candidates[self._random.choice(list(self._open))]
+        entrant = self._random.choice(list(self._open))
+        del self._open[entrant]
+        return self._candidates[entrant]
 
     def tell(self, candidate: Candidate, slowdown: Mapping[int, float]) -> None:
         """What was measured: by M, the candidate's time over the best known; empty when it failed."""

@@ -1,6 +1,7 @@
 import gc
 import weakref
 
+import msgspec
 import pytest
 import torch
 from nvfp4.cache.records import BASELINE
@@ -9,7 +10,7 @@ from nvfp4.kernels.problem import Problem
 from nvfp4.testing.fakes import FakeConfig, TroubleConfig, fake_device
 from nvfp4.tuner.inputs import GUARD_ROWS, POOL_ROWS, Inputs, copies_needed
 from nvfp4.tuner.measure import Measurer, gate_ms
-from nvfp4.tuner.messages import BASELINE_CONFIG, Done, Entrant, Race, Row, Screen, Started
+from nvfp4.tuner.messages import BASELINE_CONFIG, Done, Entrant, Race, Row, Screen, Started, shorten
 from nvfp4.tuner.outcome import classify
 
 PROBLEM = Problem(n=40, k=64)
@@ -238,3 +239,10 @@ def test_results_are_known_for_small_m_whole_and_for_large_m_at_its_tail():
     dense = inputs.dense_copies()[0]
     assert len(known) == len(at)
     assert torch.allclose(inputs.plain.exact[known], x @ dense.double().t(), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("text", ["x" * 10_000, "é" * 10_000, "\x1b" * 10_000, "short", ""])
+def test_a_message_fits_a_line_that_a_pipe_takes_whole(text):
+    short = shorten(text)
+    assert text.startswith(short) and len(msgspec.json.encode(short)) <= 1500
+    assert len(text) > 1500 or short == text

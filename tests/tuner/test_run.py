@@ -240,6 +240,15 @@ def test_a_large_space_is_searched_within_its_budget(install, go, monkeypatch):
     assert any(isinstance(e, ev.Progress) and e.eta_s is not None and e.eta_s <= 40.0 for e in seen)
 
 
+def test_of_a_large_space_three_hundred_are_chosen_once(install, go):
+    install(Tiles(rows=tuple(range(8, 328, 8)), variants=8))  # 320
+    result, _ = go(ms=(1, 4096), quick=True)
+    screened = {request.entrant for request in ModelWorker.requests if isinstance(request, Screen)}
+    assert len(screened) == 300 and result.unexplored == {PROBLEM: 20}
+    assert result.plans[PROBLEM].intervals()[-1].config == Tile(rows=320).to_json()
+    assert go(ms=(1, 4096), quick=True)[0].measured == 0
+
+
 def test_a_small_space_is_measured_whole(install, go):
     install(Tiles(rows=tuple(range(8, 248, 8)), variants=10))  # 300
     go(quick=True)
