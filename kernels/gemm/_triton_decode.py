@@ -105,14 +105,18 @@ def rounded(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_tile(acc, tokens, rows, out_ptr, scale_ptr, scale_stride, bias_ptr, has_bias, M, N):
+def store_tile(
+    acc, tokens, rows, out_ptr, scale_ptr, scale_stride, bias_ptr, float_bias_ptr, bias_kind, M, N
+):
     """out[token, row] = acc * 2^7 * global scale + bias, all in float32, rounded once. tokens and rows broadcast to acc.
 
-    scale_stride is 0 for one global scale and 1 for one per row; has_bias 0 leaves bias_ptr unread.
+    scale_stride is 0 for one global scale and 1 for one per row. bias_kind 1 reads bias_ptr, 2 reads float_bias_ptr, 0
+    neither.
     """
     inside = rows < N
     scale = tl.load(scale_ptr + rows * scale_stride, mask=inside, other=0.0)
-    bias = tl.load(bias_ptr + rows, mask=inside & (has_bias != 0), other=0.0).to(tl.float32)
+    bias = tl.load(bias_ptr + rows, mask=inside & (bias_kind == 1), other=0.0).to(tl.float32)
+    bias += tl.load(float_bias_ptr + rows, mask=inside & (bias_kind == 2), other=0.0)
     value = acc * 128.0 * scale + bias
     offsets = tokens.to(tl.int64) * N + rows
     tl.store(out_ptr + offsets, rounded(value, out_ptr.dtype.element_ty), mask=(tokens < M) & inside)

@@ -35,14 +35,15 @@ def dequantise(
 def finish(
     acc_ptr,  # [M, rows] float32
     global_scale_ptr,  # [1] or [N] float32
-    bias_ptr,  # [N]; unread without a bias
+    bias_ptr,  # [N] like out; read when bias_kind is 1
+    float_bias_ptr,  # [N] float32; read when bias_kind is 2
     out_ptr,  # [M, N], columns first_row .. first_row + rows are written
     M,
     N,
     rows_here,
     first_row,
     scale_stride,  # 0: one global scale, 1: one per row
-    has_bias,  # 0 or 1
+    bias_kind,  # 0: none
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
@@ -51,4 +52,4 @@ def finish(
     mask = (tokens < M) & (local < rows_here)
     acc = tl.load(acc_ptr + tokens.to(tl.int64) * rows_here + local, mask=mask, other=0.0) * 0.0078125  # 2^-7
     rows = tl.where(local < rows_here, first_row + local, N)
-    store_tile(acc, tokens, rows, out_ptr, global_scale_ptr, scale_stride, bias_ptr, has_bias, M, N)
+    store_tile(acc, tokens, rows, out_ptr, global_scale_ptr, scale_stride, bias_ptr, float_bias_ptr, bias_kind, M, N)

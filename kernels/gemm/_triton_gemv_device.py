@@ -22,16 +22,17 @@ def gemv(
     weight_ptr,  # [N, K/2] uint8
     scale_ptr,  # [N, K/16] uint8, e4m3 bits
     global_scale_ptr,  # [1] or [N] float32
-    bias_ptr,  # [N]; unread without a bias
+    bias_ptr,  # [N] like x; read when bias_kind is 1
+    float_bias_ptr,  # [N] float32; read when bias_kind is 2
     out_ptr,  # [M, N] like x
     partial_ptr,  # [tiles, splits, BM * BN] float32
     counter_ptr,  # [tiles] int32, zero before and after
     M,
     N,
     K,
-    x_stride,
     scale_stride,  # 0: one global scale, 1: one per row
-    has_bias,  # 0 or 1
+    bias_kind,  # 0: none
+    x_stride,
     K_ALIGN: tl.constexpr,  # a power of two that divides K
     BM: tl.constexpr,  # tokens per tile
     BN: tl.constexpr,  # weight rows per tile
@@ -41,7 +42,6 @@ def gemv(
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     row_tile = tl.program_id(0)
     split = tl.program_id(1)
-    first_token = tl.program_id(2) * BM
     words_per_row = (K // K_ALIGN) * (K_ALIGN // 16)
     steps = tl.cdiv(tl.cdiv(words_per_row, WORDS), tl.num_programs(1))
     begin = split * steps * WORDS
@@ -55,6 +55,7 @@ def gemv(
     s_ptrs = scale_ptr + row_base
     x_quads = x_ptr.to(tl.pointer_type(tl.int64))
     acc = tl.zeros((BN, BM), tl.float32)
+    sums = tl.zeros((BN, WORDS), tl.float32)
     for k in tl.range(begin, end, WORDS, num_stages=STAGES):
         inside = k + word < end
         mask = (rows < N) & inside
@@ -65,18 +66,21 @@ def gemv(
         c0, c1, c2, c3 = quad_planes((w >> 32).to(tl.int16), scale, DTYPE)
         d0, d1, d2, d3 = quad_planes((w >> 48).to(tl.int16), scale, DTYPE)
         for m in tl.static_range(BM):
-            x_at = x_quads + (first_token + m).to(tl.int64) * (x_stride // 4) + (k + word) * 4
-            wanted = inside & (first_token + m < M)
-            part = tl.zeros((BN, WORDS), tl.float32)
+            x_at = x_quads + m * (x_stride // 4) + (k + word) * 4
+            wanted = inside & (m < M)
+            part = sums if BM == 1 else tl.zeros((BN, WORDS), tl.float32)
             part = add_quad(part, tl.load(x_at, mask=wanted, other=0), a0, a1, a2, a3, DTYPE)
             part = add_quad(part, tl.load(x_at + 1, mask=wanted, other=0), b0, b1, b2, b3, DTYPE)
             part = add_quad(part, tl.load(x_at + 2, mask=wanted, other=0), c0, c1, c2, c3, DTYPE)
             part = add_quad(part, tl.load(x_at + 3, mask=wanted, other=0), d0, d1, d2, d3, DTYPE)
-            acc += tl.where(token == m, tl.sum(part, axis=1)[:, None], 0.0)
+            if BM == 1:
+                sums = part  # one token has room to add over words at the very end
+            else:
+                acc += tl.where(token == m, tl.sum(part, axis=1)[:, None], 0.0)
 
-    tokens = first_token + token
+    if BM == 1:
+        acc = tl.sum(sums, axis=1)[:, None]
     offsets = tl.arange(0, BN)[:, None] * BM + token
-    tile = tl.program_id(2) * tl.num_programs(0) + row_tile
-    acc, last = reduce_splits(acc, offsets, partial_ptr, counter_ptr, tile, split, tl.num_programs(1), BM * BN)
+    acc, last = reduce_splits(acc, offsets, partial_ptr, counter_ptr, row_tile, split, tl.num_programs(1), BM * BN)
     if last:
-        store_tile(acc, tokens, rows, out_ptr, global_scale_ptr, scale_stride, bias_ptr, has_bias, M, N)
+        store_tile(acc, token, rows, out_ptr, global_scale_ptr, scale_stride, bias_ptr, float_bias_ptr, bias_kind, M, N)

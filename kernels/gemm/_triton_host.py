@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..problem import Device, Problem, Verdict
@@ -35,12 +34,8 @@ def k_align(k: int) -> int:
 
 
 def scaled_x(x: Tensor, pre_quant_scale: Tensor | None) -> Tensor:
-    """x * pre_quant_scale rounded to x's dtype, with rows that start at multiples of 16 bytes (a copy only if needed)."""
-    if pre_quant_scale is not None:
-        return x * pre_quant_scale
-    if x.data_ptr() % 16 or (x.shape[0] > 1 and x.stride(0) % 8):
-        return x.clone()
-    return x
+    """x * pre_quant_scale, rounded to x's dtype."""
+    return x if pre_quant_scale is None else x * pre_quant_scale
 
 
 class SplitKConfig(Protocol):
@@ -68,52 +63,46 @@ def valid_split(device: Device, problem: Problem, config: SplitKConfig, m: int) 
 class SplitKLaunch:
     """Launches one split-K kernel over [tiles, splits] with a workspace of its own per call.
 
-    The kernel's run-time arguments are POINTERS, INTEGERS and then the names of `extra`, integers that never change.
-    With `token_axis` the token tiles are the grid's third axis, else the first axis counts row tiles x token tiles.
+    Subclasses say how x reaches the kernel, and which integer it takes besides INTEGERS.
     """
 
-    POINTERS = ("x", "weight", "scale", "global_scale", "bias", "out", "partial", "counter")
-    INTEGERS = ("M", "N", "K", "x_stride", "scale_stride", "has_bias")
+    POINTERS = ("x", "weight", "scale", "global_scale", "bias", "float_bias", "out", "partial", "counter")
+    INTEGERS = ("M", "N", "K", "scale_stride", "bias_kind")
+    EXTRA = ""
 
     def __init__(
-        self,
-        kernel: Any,
-        device: Device,
-        problem: Problem,
-        config: SplitKConfig,
-        *,
-        extra: Mapping[str, int] | None = None,
-        token_axis: bool = False,
-        **constants: Any,
+        self, kernel: Any, device: Device, problem: Problem, config: SplitKConfig, **constants: Any
     ) -> None:
-        extra = dict(extra or {})
-        self.k, self.split, self.token_axis, self.extra = problem.k, config.split, token_axis, tuple(extra.values())
-        self.block_m, self.block_n = config.block_m, config.block_n
-        constants |= {
-            "K_ALIGN": k_align(problem.k),
-            "BM": config.block_m,
-            "BN": config.block_n,
-            "WORDS": config.words,
-            "STAGES": config.stages,
-        }
+        self.k, self.config = problem.k, config
+        x = f"*{TRITON_TYPES[problem.dtype]}"
+        types = (x, "*u8", "*u8", "*fp32", x, "*fp32", x, "*fp32", "*i32")
+        self._launch = TritonLaunch(
+            kernel,
+            device,
+            signature={
+                **{f"{name}_ptr": t for name, t in zip(self.POINTERS, types, strict=True)},
+                **dict.fromkeys((*self.INTEGERS, self.EXTRA), "i32"),
+            },
+            constants={
+                "K_ALIGN": k_align(problem.k),
+                "BM": config.block_m,
+                "BN": config.block_n,
+                "WORDS": config.words,
+                "STAGES": config.stages,
+                **constants,
+            },
+            divisible=("K",),
+            num_warps=config.warps,
+            num_stages=config.stages,
+        )
 
-        def compile_for(bias_dtype: str) -> TritonLaunch:
-            x, bias = f"*{TRITON_TYPES[problem.dtype]}", f"*{TRITON_TYPES[bias_dtype]}"
-            types = (x, "*u8", "*u8", "*fp32", bias, x, "*fp32", "*i32")
-            signature = {f"{name}_ptr": t for name, t in zip(self.POINTERS, types, strict=True)}
-            return TritonLaunch(
-                kernel,
-                device,
-                signature=signature | dict.fromkeys((*self.INTEGERS, *extra), "i32"),
-                constants=constants,
-                divisible=("K",),
-                num_warps=config.warps,
-                num_stages=config.stages,
-            )
+    def prepare(self, x: Tensor, pre_quant_scale: Tensor | None) -> tuple[Tensor, int]:
+        """X as the kernel reads it, and the value of EXTRA."""
+        raise NotImplementedError
 
-        self._compile = compile_for
-        self._launch = compile_for(problem.dtype)
-        self._float_bias: TritonLaunch | None = None  # compiled when a float32 bias is first met
+    def grid(self, row_tiles: int, token_tiles: int) -> tuple[int, int, int]:
+        """Blocks: the second axis is the split."""
+        return (row_tiles * token_tiles, self.config.split, 1)
 
     def __call__(
         self,
@@ -127,33 +116,32 @@ class SplitKLaunch:
     ) -> None:
         """The launcher: see `kernels.kernel.Launcher`."""
         assert weight_scale is not None, "the checkpoint layout has separate scales"
-        x = scaled_x(x, pre_quant_scale)
+        config = self.config
         m, n = out.shape
-        launch = self._launch
-        if bias is not None and bias.dtype != out.dtype:
-            launch = self._float_bias = self._float_bias or self._compile("float32")
-        row_tiles, token_tiles = -(-n // self.block_n), -(-m // self.block_m)
+        x, extra = self.prepare(x, pre_quant_scale)
+        row_tiles, token_tiles = -(-n // config.block_n), -(-m // config.block_m)
         tiles = row_tiles * token_tiles
-        if self.split > 1:
-            partial = global_scale.new_empty(tiles * self.split * self.block_m * self.block_n)
+        if config.split > 1:
+            partial = global_scale.new_empty(tiles * config.split * config.block_m * config.block_n)
             counter = zeroed_counters(x.device, tiles)
         else:
             partial = counter = global_scale  # not touched
-        launch.launch(
-            (row_tiles, self.split, token_tiles) if self.token_axis else (tiles, self.split, 1),
+        bias_kind = 0 if bias is None else 1 if bias.dtype == out.dtype else 2
+        self._launch.launch(
+            self.grid(row_tiles, token_tiles),
             x,
             weight,
             weight_scale,
             global_scale,
-            global_scale if bias is None else bias,
+            bias if bias is not None and bias_kind == 1 else out,
+            bias if bias is not None and bias_kind == 2 else global_scale,
             out,
             partial,
             counter,
             m,
             n,
             self.k,
-            x.stride(0) if m > 1 else self.k,
             0 if global_scale.shape[0] == 1 else 1,
-            0 if bias is None else 1,
-            *self.extra,
+            bias_kind,
+            extra,
         )

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..kernel import Config, Kernel, Launcher, Space
 from ..problem import Device, Problem, Verdict
-from ._triton_host import SplitKLaunch, supports_triton, valid_split
+from ._triton_host import SplitKLaunch, scaled_x, supports_triton, valid_split
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_M = 8
 
@@ -84,12 +88,20 @@ class TritonGemv(Kernel):
         """Compile for the device, for this K's alignment and x's dtype; N, K, M and the split stay run-time values."""
         from ._triton_gemv_device import gemv
 
-        return SplitKLaunch(gemv, device, problem, config, token_axis=True)
+        return _Launch(gemv, device, problem, config)
 
     def source_files(self) -> tuple[Path, ...]:
         """Device code and its shared functions."""
         here = Path(__file__).parent
         return (here / "_triton_gemv_device.py", here / "_triton_decode.py")
+
+
+class _Launch(SplitKLaunch):
+    EXTRA = "x_stride"
+
+    def prepare(self, x: Tensor, pre_quant_scale: Tensor | None) -> tuple[Tensor, int]:
+        x = scaled_x(x, pre_quant_scale)
+        return x, x.stride(0) if x.shape[0] > 1 else self.k
 
 
 KERNEL: Kernel = TritonGemv()

@@ -21,6 +21,7 @@ from ._triton_host import scaled_x, supports_triton
 if TYPE_CHECKING:
     from torch import Tensor
 
+MIN_M = 32  # below, writing and reading 16-bit weights costs several times what a fused kernel does
 CHUNK_ROWS = 256  # chunks are a multiple of this: cuBLAS tiles stay whole
 FINISH_M, FINISH_N = 4, 256
 
@@ -48,6 +49,8 @@ class TwoPass(Kernel):
 
     def is_valid(self, device: Device, problem: Problem, config: TwoPassConfig, m: int) -> Verdict:
         """Chunks smaller than the weights, and scratch that leaves most of the memory free."""
+        if m < MIN_M:
+            return Verdict.no(f"made for M of {MIN_M} and more, not {m}")
         dense = 2 * problem.n * problem.k
         if config.chunk_mib and dense <= config.chunk_mib << 20:
             return Verdict.no(f"the 16-bit weights ({dense >> 20} MiB) fit one chunk of {config.chunk_mib} MiB")
@@ -88,7 +91,7 @@ class _Launch:
     def __init__(self, device: Device, problem: Problem, config: TwoPassConfig) -> None:
         from ._triton_dequant_device import dequantise, finish
 
-        self.n, self.k, self.dtype = problem.n, problem.k, problem.dtype
+        self.n, self.k = problem.n, problem.k
         self.rows = chunk_rows(problem, config.chunk_mib)
         self.block = config.block_words
         dtype = f"*{TRITON_TYPES[problem.dtype]}"
@@ -100,18 +103,15 @@ class _Launch:
             num_warps=config.warps,
         )
 
-        def compile_finish(bias_dtype: str) -> TritonLaunch:
-            pointers = {"acc_ptr": "*fp32", "global_scale_ptr": "*fp32"}
-            pointers |= {"bias_ptr": f"*{TRITON_TYPES[bias_dtype]}", "out_ptr": dtype}
-            integers = ("M", "N", "rows_here", "first_row", "scale_stride", "has_bias")
-            return TritonLaunch(
-                finish,
-                device,
-                signature=pointers | dict.fromkeys(integers, "i32"),
-                constants={"BM": FINISH_M, "BN": FINISH_N},
-            )
-
-        self.finish = {name: compile_finish(name) for name in (problem.dtype, "float32")}
+        pointers = {"acc_ptr": "*fp32", "global_scale_ptr": "*fp32", "bias_ptr": dtype}
+        pointers |= {"float_bias_ptr": "*fp32", "out_ptr": dtype}
+        integers = ("M", "N", "rows_here", "first_row", "scale_stride", "bias_kind")
+        self.finish = TritonLaunch(
+            finish,
+            device,
+            signature=pointers | dict.fromkeys(integers, "i32"),
+            constants={"BM": FINISH_M, "BN": FINISH_N},
+        )
 
     def __call__(
         self,
@@ -155,19 +155,20 @@ class _Launch:
         else:
             acc = torch.mm(x, dense.T, out_dtype=torch.float32)
         m, rows = acc.shape
-        launch = self.finish["float32" if bias is not None and bias.dtype == torch.float32 else self.dtype]
-        launch.launch(
+        bias_kind = 0 if bias is None else 1 if bias.dtype == out.dtype else 2
+        self.finish.launch(
             (-(-rows // FINISH_N), -(-m // FINISH_M), 1),
             acc,
             global_scale,
-            global_scale if bias is None else bias,
+            bias if bias is not None and bias_kind == 1 else out,
+            bias if bias is not None and bias_kind == 2 else global_scale,
             out,
             m,
             self.n,
             rows,
             first,
             0 if global_scale.shape[0] == 1 else 1,
-            0 if bias is None else 1,
+            bias_kind,
         )
 
 

@@ -1,0 +1,89 @@
+"""Every gemm kernel on this machine's GPU: the conformance case, exactness, and what only a device shows."""
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from nvfp4.kernels import registry
+from nvfp4.kernels.device import describe
+from nvfp4.kernels.problem import Problem
+from nvfp4.testing import conformance
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# N x K: no alignment, scales by 4-byte and by 16-byte copies, a ragged everything.
+SHAPES = ((129, 48), (200, 320), (360, 1056), (512, 1024), (1000, 2048))
+MS = (1, 5, 33, 130)
+DTYPES = ("bfloat16", "float16")
+
+
+def _cases():
+    if not torch.cuda.is_available():
+        return [], []
+    device = describe("cuda")
+    checks, builds = [], {}
+    for kernel in registry.kernels("gemm"):
+        for n, k in SHAPES:
+            for dtype in DTYPES:
+                problem = Problem(n=n, k=k, dtype=dtype)
+                if not kernel.supports(device, problem):
+                    continue
+                for m in MS:
+                    for config in conformance.candidates(kernel, device, problem, m, sampled=1, seed=n + m):
+                        checks.append((kernel.name, problem, config, m))
+                        builds[kernel.name, problem, config.to_json()] = (kernel.name, problem, config)
+    return checks, list(builds.values())
+
+
+CHECKS, BUILDS = _cases()
+
+
+def _build(case):
+    name, problem, config = case
+    registry.get(name).build(describe("cuda"), problem, config)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Everything, by all cores, into the compilers' caches."""
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(_build, BUILDS))
+
+
+@pytest.mark.parametrize(("name", "problem", "config", "m"), CHECKS, ids=lambda v: getattr(v, "label", None))
+def test_conforms(name, problem, config, m):
+    conformance.check(registry.get(name), describe("cuda"), torch.device("cuda"), problem, config, m, seed=m)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [k for k in registry.kernels("gemm") if "triton" in k.packages], ids=lambda k: k.name)
+def test_every_code_and_scale_is_exact(kernel, dtype):
+    conformance.check_exact(kernel, describe("cuda"), torch.device("cuda"), dtype)
+    conformance.check_exact(
+        kernel, describe("cuda"), torch.device("cuda"), dtype, k=256, global_scales=(1.0, 2.0**-130)
+    )
+
+
+def test_offsets_beyond_32_bits():
+    """M * N > 2^31: the last rows equal the same rows computed alone."""
+    n, k, m = 65600, 64, 32768
+    weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.randint(0x30, 0x40, (n, k // 16), dtype=torch.uint8, device="cuda")
+    global_scale = torch.full((1,), 0.01, device="cuda")
+    x = torch.randn(m, k, device="cuda").half()
+    problem = Problem(n=n, k=k, dtype="float16")
+    device = describe("cuda")
+    for kernel in registry.kernels("gemm"):
+        config = kernel.default_config(device, problem, m)
+        if not kernel.supports(device, problem) or not kernel.is_valid(device, problem, config, m):
+            continue
+        launcher = kernel.build(device, problem, config)
+        out = torch.full((m, n), float("nan"), dtype=torch.float16, device="cuda")
+        launcher(x, weight, scale, global_scale, None, None, out)
+        tail = torch.empty((128, n), dtype=torch.float16, device="cuda")
+        launcher(x[-128:], weight, scale, global_scale, None, None, tail)
+        assert torch.equal(out[-128:], tail), kernel.name
