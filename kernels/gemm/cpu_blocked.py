@@ -7,9 +7,9 @@ float16 values per two bytes ("quad"; half the gathers, one more conversion). Bl
 so code * scale is exact. The dense weight never exists as a whole: a block of float32 values stays in cache between the
 look-up and the product.
 
-All work runs on torch's intra-op threads, as many as the caller has set. A pool of threads with one-thread ops was 1.2
-to 1.5 times faster at M = 1 and slower at M = 16 (2 cores), but torch.set_num_threads, called in a worker, also changes
-the default of every thread that starts later.
+All work runs on torch's intra-op threads, as many as the caller has set. A pool of threads with one-thread ops was about
+a third faster at M = 1 and no faster at M = 16 (2 busy cores), but torch.set_num_threads, called in a worker, also
+changes the default of every thread that starts later.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ from ..problem import Device, Problem, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
+BLOCK_ROWS = (16, 32, 64, 128, 256, 512, 1024)
 MAX_BLOCK_BYTES = 64 << 20
+MANY_TOKENS = 4  # above, products have weight rows as rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +68,11 @@ class CpuBlocked(Kernel):
         return Space(CpuBlockedConfig, {"block_rows": BLOCK_ROWS, "lookup": ("pair", "quad")})
 
     def default_config(self, device: Device, problem: Problem, m: int) -> CpuBlockedConfig:
-        """Blocks of about 2 MiB: small enough for caches, large enough to outweigh the calls."""
-        wanted = max(1, (2 << 20) // (4 * problem.k))
+        """Blocks of about 1 MiB, or 4 MiB for many tokens: they fit a cache, and outweigh the cost of the calls."""
+        wanted = (1 << 20 if m <= 64 else 4 << 20) // (4 * problem.k)
         rows = max((r for r in BLOCK_ROWS if r <= min(wanted, 2 * problem.n - 1)), default=min(BLOCK_ROWS))
-        config = CpuBlockedConfig(block_rows=rows, lookup="quad")
-        smallest = CpuBlockedConfig(block_rows=min(BLOCK_ROWS), lookup="quad")
+        config = CpuBlockedConfig(block_rows=rows, lookup="pair")
+        smallest = CpuBlockedConfig(block_rows=min(BLOCK_ROWS), lookup="pair")
         return config if self.is_valid(device, problem, config, m) else smallest
 
     def build(self, device: Device, problem: Problem, config: CpuBlockedConfig) -> Launcher:
@@ -82,15 +84,10 @@ class CpuBlocked(Kernel):
         return (Path(__file__),)
 
 
-BLOCK_ROWS = (16, 32, 64, 128, 256, 512, 1024)
-
-
 class _Launch:
     def __init__(self, config: CpuBlockedConfig) -> None:
-        self.rows = config.block_rows
-        self.code_bytes = 1 if config.lookup == "pair" else 2
-        self.codes = _code_table(self.code_bytes)
-        self.scales = _scale_table()
+        self.config = config
+        _code_table(config.lookup), _scale_table()  # made now, not in the first call
 
     def __call__(
         self,
@@ -103,47 +100,57 @@ class _Launch:
         out: Tensor,
     ) -> None:
         """The launcher: see `kernels.kernel.Launcher`. Scratch is its own, so threads may call at once."""
-        import torch
-
         assert weight_scale is not None, "the checkpoint layout has separate scales"
-        (m, n), k = out.shape, x.shape[1]
+        n, k = out.shape[1], x.shape[1]
         x = (x if pre_quant_scale is None else x * pre_quant_scale).float()
-        rows = min(self.rows, n)
-        values = torch.empty(rows * k, dtype=torch.float32)
-        halves = torch.empty(rows * k, dtype=torch.float16) if self.code_bytes == 2 else None
-        scales = torch.empty(rows * k // 16, dtype=torch.float32)
-        code_index = torch.empty(rows * k // 2 // self.code_bytes, dtype=torch.int32)
-        scale_index = torch.empty(rows * k // 16, dtype=torch.int32)
-        products = torch.empty((m, rows), dtype=torch.float32)
+        columns = x.t().contiguous() if x.shape[0] > MANY_TOKENS else None
+        rows = min(self.config.block_rows, n)
+        decoder = _Decoder(self.config.lookup, rows, k)
         for first in range(0, n, rows):
-            count = min(rows, n - first)
-            block = slice(first, first + count)
-            part = values[: count * k]
-            codes = weight[block].view(-1)
-            if halves is None:
-                index = code_index[: codes.numel()]
-                index.copy_(codes)
-                torch.index_select(self.codes, 0, index, out=part.view(torch.float64))
-            else:
-                index = code_index[: codes.numel() // 2]
-                index.copy_(_as_uint16(codes))
-                torch.index_select(self.codes, 0, index, out=halves[: count * k].view(torch.float64))
-                part.copy_(halves[: count * k])
-            index = scale_index[: count * k // 16]
-            index.copy_(weight_scale[block].view(-1))
-            torch.index_select(self.scales, 0, index, out=scales[: count * k // 16])
-            part.view(-1, 16).mul_(scales[: count * k // 16].view(-1, 1))
-            y = products[:, :count]
-            if m == 1:
-                torch.mv(part.view(count, k), x[0], out=y[0])
-            elif count == rows:
-                torch.mm(x, part.view(count, k).t(), out=y)
-            else:
-                y.copy_(x @ part.view(count, k).t())
+            block = slice(first, min(n, first + rows))
+            dense = decoder(weight[block], weight_scale[block])
+            # MKL, one thread, 16 tokens, 4096 x 4096 in blocks of 128 rows: 18 ms with tokens as rows, 5 ms this way.
+            y = x @ dense.t() if columns is None else (dense @ columns).t()
             y *= global_scale if global_scale.shape[0] == 1 else global_scale[block]
             if bias is not None:
                 y += bias[block]
             out[:, block] = y
+
+
+class _Decoder:
+    """Scratch for one block, and the look-ups that fill it."""
+
+    def __init__(self, lookup: str, rows: int, k: int) -> None:
+        import torch
+
+        self.k = k
+        self.codes, self.scales = _code_table(lookup), _scale_table()
+        self.values = torch.empty(rows * k, dtype=torch.float32, device="cpu")
+        self.halves = torch.empty_like(self.values, dtype=torch.float16) if lookup == "quad" else None
+        self.code_index = torch.empty(rows * k // (2 if self.halves is None else 4), dtype=torch.int32, device="cpu")
+        self.scale_index = torch.empty(rows * k // 16, dtype=torch.int32, device="cpu")
+        self.scale_values = torch.empty_like(self.scale_index, dtype=torch.float32)
+
+    def __call__(self, weight: Tensor, weight_scale: Tensor) -> Tensor:
+        """code * block scale of [R, K/2] and [R, K/16], as float32 [R, K]; valid until the next call."""
+        import torch
+
+        size = weight.shape[0] * self.k
+        codes, values, scales = weight.view(-1), self.values[:size], self.scale_values[: size // 16]
+        if self.halves is None:
+            index, target = self.code_index[: size // 2], values
+            index.copy_(codes)
+        else:
+            index, target = self.code_index[: size // 4], self.halves[:size]
+            index.copy_(_as_uint16(codes))
+        torch.index_select(self.codes, 0, index, out=target.view(torch.float64))
+        if self.halves is not None:
+            values.copy_(target)
+        index = self.scale_index[: size // 16]
+        index.copy_(weight_scale.view(-1))
+        torch.index_select(self.scales, 0, index, out=scales)
+        values.view(-1, 16).mul_(scales.view(-1, 1))
+        return values.view(-1, self.k)
 
 
 def _as_uint16(codes: Tensor) -> Tensor:
@@ -154,15 +161,16 @@ def _as_uint16(codes: Tensor) -> Tensor:
 
 
 @cache
-def _code_table(code_bytes: int) -> Tensor:
+def _code_table(lookup: str) -> Tensor:
     """Values of all codes in a byte (float32) or in two (float16), in order of k, as 8-byte entries."""
     import torch
 
     from ..weights.codec import e2m1_decode
 
-    packed = torch.arange(256**code_bytes).unsqueeze(1)
-    shifts = 4 * torch.arange(2 * code_bytes)
-    values = e2m1_decode((packed >> shifts) & 15, torch.float32 if code_bytes == 1 else torch.float16)
+    code_bytes, dtype = (1, torch.float32) if lookup == "pair" else (2, torch.float16)
+    packed = torch.arange(256**code_bytes, device="cpu").unsqueeze(1)
+    shifts = 4 * torch.arange(2 * code_bytes, device="cpu")
+    values = e2m1_decode((packed >> shifts) & 15, dtype)
     return values.view(torch.float64).flatten()
 
 
@@ -172,7 +180,7 @@ def _scale_table() -> Tensor:
 
     from ..weights.codec import scale_values
 
-    return scale_values(torch.arange(256, dtype=torch.uint8))
+    return scale_values(torch.arange(256, dtype=torch.uint8, device="cpu"))
 
 
 KERNEL: Kernel = CpuBlocked()
