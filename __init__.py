@@ -4,8 +4,6 @@ Importing it registers `torch.ops.nvfp4.gemm`, `gemm.out` and `dequantize`; it m
 the compilers, the database or the tuner.
 """
 
-from importlib.metadata import version as _version
-
 from .dispatch.ops import dequantize, gemm
 from .dispatch.pack import pack
 from .dispatch.table import UntunedWarning
@@ -15,7 +13,7 @@ from .kernels.problem import Problem
 from .kernels.weights.codec import quantize
 from .kernels.weights.weight import Weight
 
-__version__ = _version("nvfp4")
+__version__ = "0.1.0"
 
 __all__ = [
     "BuildError",

@@ -70,7 +70,7 @@ def scaled_mm(x: Tensor, w: Tensor, scale: Tensor, out: Tensor, *, accumulate: b
         cuBLAS returned an error status.
     """
     library, constants = _library(), _zero_and_one(x.device)
-    handle = torch.cuda.current_blas_handle()
+    handle = torch.cuda.current_blas_handle()  # type: ignore[no-untyped-call]
     dtype = CUDA_TYPES[x.dtype]
     (m, k), n = x.shape, w.shape[0]
     beta = constants.data_ptr() + (4 if accumulate else 0)

@@ -33,9 +33,7 @@ __all__ = ["Config", "Kernel", "Launcher", "Space", "implementation_hash"]
 #   bias             [N] in x's dtype or float32, contiguous, or None
 #   pre_quant_scale  [K] in x's dtype, contiguous, or None
 #   out              [M, N] in x's dtype, contiguous; every element is written
-Launcher = Callable[
-    ["Tensor", "Tensor", "Tensor | None", "Tensor", "Tensor | None", "Tensor | None", "Tensor"], None
-]
+Launcher = Callable[["Tensor", "Tensor", "Tensor | None", "Tensor", "Tensor | None", "Tensor | None", "Tensor"], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class Device:
 
     @property
     def arch(self) -> str:
-        """"sm_90" and the like; "cpu" for a CPU."""
+        """What compilers call it: "sm_90" and the like; "cpu" for a CPU."""
         return f"sm_{self.capability[0]}{self.capability[1]}" if self.kind == "cuda" else "cpu"
 
 
