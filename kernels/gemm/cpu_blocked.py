@@ -7,9 +7,9 @@ float16 values per two bytes ("quad"; half the gathers, one more conversion). Bl
 so code * scale is exact. The dense weight never exists as a whole: a block of float32 values stays in cache between the
 look-up and the product.
 
-All work runs on torch's intra-op threads, as many as the caller has set. A pool of threads with one-thread ops was about
-a third faster at M = 1 and no faster at M = 16 (2 busy cores), but torch.set_num_threads, called in a worker, also
-changes the default of every thread that starts later.
+All work runs on torch's intra-op threads, as many as the caller has set. A pool of threads with one-thread ops was
+about a third faster at M = 1 and no faster at M = 16 (2 busy cores), but torch.set_num_threads, called in a worker,
+also changes the default of every thread that starts later.
 """
 
 from __future__ import annotations

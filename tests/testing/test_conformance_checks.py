@@ -123,8 +123,8 @@ def test_a_default_that_is_not_valid_is_seen():
     class Careless(CpuBlocked):
         def is_valid(self, device, problem, config, m):
             good = super().is_valid(device, problem, config, m)
-            return good if config.lookup == "pair" else type(good).no("only pairs")
+            return good if config.lookup == "quad" else type(good).no("only quads")
 
     problem = Problem(n=64, k=64)
-    with pytest.raises(AssertionError, match="only pairs; but CpuBlockedConfig"):
+    with pytest.raises(AssertionError, match="only quads; but CpuBlockedConfig"):
         conformance.candidates(Careless(), CPU, problem, 1, sampled=2, seed=0)
