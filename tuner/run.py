@@ -37,7 +37,7 @@ class Result:
     failures: dict[str, int] = field(default_factory=dict)  # candidates by status, over all problems
     unexplored: dict[Problem, int] = field(
         default_factory=dict
-    )  # candidates that the budget left, or that a large space has beyond 300
+    )  # candidates that the budget left, or that a large space has beyond 400
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
 

@@ -15,9 +15,9 @@ from .suggest import Suggester
 
 __all__ = ["WHOLE", "screen_all", "standings", "submit_builds"]
 
-WHOLE = 300  # candidates: a space up to this size is measured whole, if time allows; of a larger one so many
+WHOLE = 400  # candidates: a space up to this size is measured whole, if time allows; of a larger one so many
 LEARN = 8  # candidates screened before the time for all is estimated
-AHEAD = 8  # candidates proposed before those ahead of them are measured: they compile meanwhile
+AHEAD = 16  # candidates proposed before those ahead of them are measured: they compile meanwhile
 PROGRESS_S = 0.5
 
 
