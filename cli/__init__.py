@@ -1,0 +1,5 @@
+"""The `nvfp4` command."""
+
+from .app import main
+
+__all__ = ["main"]

@@ -1,0 +1,168 @@
+"""`nvfp4 inspect`: what was measured and decided, and why."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich_click as click
+
+from ..cache.inspect import Limits, report, summary
+from ..cache.store import Store
+from ..cache.why import why
+from ..errors import InvalidInput, Nvfp4Error, message
+from ..kernels import registry
+from ..kernels.device import describe
+from ..kernels.kernel import Kernel
+from ..kernels.problem import DTYPES, Device, Problem
+from ..tuner.worker import Worker
+from ..tuner.workload import parse_shape
+from . import views
+from .options import best_device, database_option, help_style, json_option
+from .output import console, print_json
+from .words import device_words
+
+__all__ = ["inspect"]
+
+
+@click.command()
+@help_style
+@click.argument("shape", required=False, metavar="[SHAPE]")
+@click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], help="Of the activations; default bfloat16.")
+@click.option("--device-name", metavar="TEXT", help="A device of the database, by a part of what is shown of it.")
+@click.option("--why", "why_kernel", metavar="KERNEL", help="What became of this kernel's candidates.")
+@click.option("--config", metavar="JSON", help="With --why: only this candidate.")
+@click.option("--kernels", "list_kernels", is_flag=True, help="Every kernel, and whether it can run the shape.")
+@click.option(
+    "--roofline",
+    metavar="measure|GBPS,TFLOPS",
+    help="Compare with the device's limits: measured now, or as `nvfp4 tune` printed them.",
+)
+@database_option
+@json_option
+def inspect(
+    shape: str | None,
+    dtype: str,
+    device_name: str | None,
+    why_kernel: str | None,
+    config: str | None,
+    list_kernels: bool,
+    roofline: str | None,
+    db: Path | None,
+    as_json: bool,
+) -> None:
+    """Show the plans of the database; with a SHAPE such as 4096x14336, all about one problem.
+
+    \b
+    Examples:
+      nvfp4 inspect
+      nvfp4 inspect 4096x14336 --roofline measure
+      nvfp4 inspect 4096x14336 --why two_pass
+      nvfp4 inspect 4096x14336 --kernels
+      nvfp4 inspect --json --device-name H200
+    """
+    if shape is None:
+        _refuse_without_shape(why_kernel=why_kernel, kernels=list_kernels, roofline=roofline)
+    if config is not None and why_kernel is None:
+        raise click.UsageError("--config is for --why KERNEL")
+    problem = parse_shape(shape, dtype=dtype) if shape is not None else None
+    known = {kernel.name: kernel for kernel in registry.kernels(problem.op if problem else "gemm")}
+    if problem is not None and list_kernels:
+        found = views.verdicts(_device_for_kernels(db, device_name), problem, known.values())
+        print_json(found) if as_json else views.show_verdicts(console(), found)
+        return
+    with Store.open(db, readonly=True) as store:
+        if problem is None:
+            _summary(store, known, device_name, as_json)
+            return
+        device = _device(store, device_name)
+        if (device, problem) not in store.problems():
+            _refuse_unmeasured(store, device, problem)
+        if why_kernel is not None:
+            answer = why(store, device, problem, known, why_kernel, config)
+            print_json(answer) if as_json else views.show_why(console(), answer)
+            return
+        limits = _limits(roofline, device) if roofline else None
+        one = report(store, device, problem, known, limits=limits)
+        print_json(one) if as_json else views.show_report(console(), one)
+
+
+def _refuse_without_shape(**options: object) -> None:
+    for name, value in options.items():
+        if value:
+            raise click.UsageError(f"--{name.removesuffix('_kernel')} needs a SHAPE such as 4096x14336")
+
+
+def _summary(store: Store, known: dict[str, Kernel], device_name: str | None, as_json: bool) -> None:
+    wanted = _device(store, device_name) if device_name else None
+    found = tuple(line for line in summary(store, known) if wanted in (None, line.device))
+    print_json(found) if as_json else views.show_summary(console(), store.path, found)
+
+
+def _device(store: Store, name: str | None) -> Device:
+    """The device that is asked for; by default this machine's, or the only one of the database."""
+    known = list(dict.fromkeys(device for device, _ in store.problems()))
+    labels = "; ".join(device_words(device) for device in known)
+    if name is not None:
+        found = [device for device in known if name.lower() in device_words(device).lower()]
+        if len(found) != 1:
+            raise InvalidInput(message("--device-name", got=repr(name), expected=f"a part of one of: {labels}"))
+        return found[0]
+    if not known:
+        raise Nvfp4Error(message(f"nothing was measured in {store.path}", do="run `nvfp4 tune`"))
+    if len(known) == 1:
+        return known[0]
+    here = describe(best_device())
+    if here in known:
+        return here
+    raise InvalidInput(
+        message(
+            "the database has several devices, and none is this machine's",
+            got=device_words(here),
+            expected=labels,
+            do="name one: --device-name",
+        )
+    )
+
+
+def _device_for_kernels(db: Path | None, name: str | None) -> Device:
+    if name is None:
+        return describe(best_device())
+    with Store.open(db, readonly=True) as store:
+        return _device(store, name)
+
+
+def _refuse_unmeasured(store: Store, device: Device, problem: Problem) -> None:
+    there = sorted({other.label for known, other in store.problems() if known == device})
+    raise Nvfp4Error(
+        message(
+            f"{problem.label} was not measured on {device.name}",
+            expected=", ".join(there) if there else None,
+            do=f"run `nvfp4 tune --shape {problem.n},{problem.k}`",
+        )
+    )
+
+
+def _limits(text: str, device: Device) -> Limits:
+    if text == "measure":
+        place = best_device()
+        worker = Worker(place)
+        try:
+            if worker.describe() != device:
+                raise InvalidInput(
+                    message(
+                        "--roofline measure works on the device itself",
+                        got=f"{place} of this machine for a plan of {device.name}",
+                        do="give what `nvfp4 tune` printed there: --roofline GBPS,TFLOPS",
+                    )
+                )
+            ceiling = worker.ceilings()
+        finally:
+            worker.close()
+        return Limits(copy_bytes_per_s=1e9 * ceiling.copy_gbps, matrix_flops_per_s=1e12 * ceiling.bf16_tflops)
+    try:
+        gbps, tflops = (float(part) for part in text.split(","))
+    except ValueError:
+        gbps = tflops = 0.0
+    if not (0 < gbps < float("inf") and 0 < tflops < float("inf")):
+        raise InvalidInput(message("--roofline", got=repr(text), expected="measure, or GBPS,TFLOPS such as 4000,700"))
+    return Limits(copy_bytes_per_s=1e9 * gbps, matrix_flops_per_s=1e12 * tflops)

@@ -1,0 +1,125 @@
+"""Options that several commands share, and how their text becomes values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import rich_click as click
+
+from ..errors import InvalidInput, message
+from ..kernels.problem import DTYPES, Problem
+from ..tuner.workload import parse_shape, problems_of_config, problems_of_model
+
+__all__ = [
+    "best_device",
+    "database_option",
+    "device_option",
+    "duration",
+    "help_style",
+    "json_option",
+    "problems_of",
+    "workload_options",
+]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+DURATION = re.compile(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?")
+
+
+def duration(text: str) -> float:
+    """Seconds from "90", "90s", "5m" or "1h30m"."""
+    found = DURATION.fullmatch(text.strip().lower())
+    hours, minutes, seconds = (float(part or 0) for part in found.groups()) if found else (0.0, 0.0, 0.0)
+    total = 3600 * hours + 60 * minutes + seconds
+    if total <= 0:
+        raise click.BadParameter(f"{text!r} is not a duration such as 90s, 5m or 1h30m")
+    return total
+
+
+def torch_device(text: str) -> str:
+    """The text itself, if it names a kind of device that has kernels."""
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise click.BadParameter(f"{text!r} is neither cpu nor cuda nor cuda:N")
+    return text
+
+
+device_option = click.option(
+    "--device", type=torch_device, metavar="cpu|cuda[:N]", help="Which device; by default a GPU if there is one."
+)
+database_option = click.option(
+    "--db",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="The database; by default NVFP4_DB or the one in the user's cache folder.",
+)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+
+
+help_style = click.rich_config(
+    {
+        "padding_helptext_first_line": (0, 0, 1, 0),
+        "style_options_panel_border": "dim",
+        "style_commands_panel_border": "dim",
+    }
+)
+
+
+def best_device() -> str:
+    """A GPU if one can be used, else the CPU."""
+    import torch
+
+    return "cuda:0" if torch.cuda.is_available() else "cpu"
+
+
+def workload_options(command: F) -> F:
+    """--model, --config, --shape, --tp and --dtype."""
+    for option in reversed(
+        (
+            click.option(
+                "--model", "models", multiple=True, metavar="NAME", help="A shipped model, such as llama-3.1-8b."
+            ),
+            click.option(
+                "--config",
+                "configs",
+                multiple=True,
+                type=click.Path(path_type=Path),
+                metavar="PATH",
+                help="A Hugging Face config.json, or the folder with it.",
+            ),
+            click.option(
+                "--shape", "shapes", multiple=True, metavar="N,K", help="out_features,in_features of one linear layer."
+            ),
+            click.option("--tp", type=int, default=1, metavar="N", help="Tensor parallel size of models and configs."),
+            click.option(
+                "--dtype",
+                type=click.Choice(DTYPES),
+                help="Of the activations; by default the config's own, or bfloat16.",
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def problems_of(
+    models: Sequence[str], configs: Sequence[Path], shapes: Sequence[str], tp: int, dtype: str | None
+) -> list[Problem]:
+    """All problems that the workload options name, each once, in the order of the options.
+
+    Raises
+    ------
+    InvalidInput
+        One of them means nothing.
+    """
+    if tp < 1:
+        raise InvalidInput(message("--tp", got=tp, expected="at least 1"))
+    found: list[Problem] = []
+    for name in models:
+        found += problems_of_model(name, tp=tp, dtype=dtype or DTYPES[0])
+    for path in configs:
+        found += problems_of_config(path, tp=tp, dtype=dtype)
+    found += [parse_shape(text, dtype=dtype or DTYPES[0]) for text in shapes]
+    return list(dict.fromkeys(found))

@@ -1,0 +1,129 @@
+"""`nvfp4 tune`: measure problems on this machine and save a plan for each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import rich_click as click
+
+from ..tuner.events import ProblemFinished
+from ..tuner.run import Interrupted
+from ..tuner.run import tune as run_tuning
+from ..tuner.workload import ANCHORS, QUICK_ANCHORS, model_names, parse_ms
+from .options import best_device, database_option, device_option, help_style, problems_of, workload_options
+from .options import duration as parse_duration
+from .output import Grid, console
+from .progress import Display, display
+from .words import counts, duration, interval_words, problem_words, ratios
+
+__all__ = ["tune"]
+
+
+@click.command()
+@help_style
+@workload_options
+@click.option("--m", "ms", metavar="LIST", help="Numbers of tokens, such as 1,8,64-512; by default 1 to 8192.")
+@click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="Measure only this one; may be repeated.")
+@click.option("--allow-nondeterministic", is_flag=True, help="Also kernels whose last bits differ from run to run.")
+@click.option("--budget", type=parse_duration, metavar="TIME", help="For all problems together: 90s, 5m, 1h30m.")
+@click.option("--quick", is_flag=True, help="Fewer M, and crossovers between kernels are not refined.")
+@device_option
+@database_option
+@click.option("--list-models", is_flag=True, help="Print the names of the shipped models and stop.")
+@click.option("--json", "as_json", is_flag=True, help="Print every event as a line of JSON on stdout.")
+@click.pass_context
+def tune(
+    ctx: click.Context,
+    models: tuple[str, ...],
+    configs: tuple[Path, ...],
+    shapes: tuple[str, ...],
+    tp: int,
+    dtype: str | None,
+    ms: str | None,
+    kernels: tuple[str, ...],
+    allow_nondeterministic: bool,
+    budget: float | None,
+    quick: bool,
+    device: str | None,
+    db: Path | None,
+    list_models: bool,
+    as_json: bool,
+) -> None:
+    """Measure kernels on this machine and save, for every problem, which runs at how many tokens.
+
+    What an earlier run measured is not measured again, so an interrupted run goes on where it stopped.
+
+    \b
+    Examples:
+      nvfp4 tune --model llama-3.1-8b
+      nvfp4 tune --config path/to/model --tp 2 --budget 30m
+      nvfp4 tune --shape 4096,14336 --shape 6144,4096 --m 1,8,64-512
+      nvfp4 tune --quick --shape 4096,4096 --json > events.jsonl
+
+    \b
+    Exit codes: 0 ok; 1 failed; 2 usage; 3 no usable device; 4 finished, but some
+    problems have no winner; 130 interrupted, what was measured is saved.
+    """
+    if list_models:
+        click.echo("\n".join(model_names()))
+        return
+    problems = problems_of(models, configs, shapes, tp, dtype)
+    if not problems:
+        raise click.UsageError("name what to tune: --model, --config or --shape")
+    anchors = QUICK_ANCHORS if quick else ANCHORS
+    shown = display(console(stderr=True), as_json=as_json)
+    try:
+        with shown:
+            result = run_tuning(
+                problems,
+                anchors if ms is None else parse_ms(ms, anchors=anchors),
+                device=device or best_device(),
+                store_path=db,
+                budget_s=budget,
+                quick=quick,
+                events=shown,
+                kernels=kernels or None,
+                allow_nondeterministic=allow_nondeterministic,
+            )
+    except Interrupted as stop:
+        result = stop.result
+        click.echo(f"interrupted: {result.measured} measurements are saved; the same command goes on", err=True)
+    if not as_json:
+        _summarise(shown)
+    ctx.exit(result.exit_code)
+
+
+def _summarise(shown: Display) -> None:
+    out = console()
+    if shown.finished:
+        made = Grid("problem", "layout", "~which kernel at which M", ">untuned", ">bf16", "~failed")
+        for done in shown.finished:
+            made.row(
+                problem_words(done.problem),
+                done.plan.layout if done.plan else "-",
+                _kernels_by_m(done),
+                ratios(at.default_us / at.best_us for at in done.best if at.default_us),
+                ratios(at.bf16_us / at.best_us for at in done.best if at.bf16_us),
+                counts(done.failures),
+            )
+        out.print(made)
+    if shown.end is None:
+        return
+    end, without = shown.end, len(shown.end.without_plan)
+    out.print(f"{end.measured} measurements in {duration(end.seconds)}; how many times faster than untuned and bf16")
+    if without:
+        out.print(f"{without} problem{'s have' if without > 1 else ' has'} no winner: nvfp4 inspect --kernels says why")
+    if end.unexplored:
+        out.print(f"{end.unexplored} candidates were not tried for lack of time: the same command goes on")
+
+
+def _kernels_by_m(done: ProblemFinished) -> str:
+    if done.plan is None:
+        return "no winner"
+    parts: list[str] = []
+    last = ""
+    for interval in done.plan.intervals():
+        if interval.kernel != last:
+            parts.append(f"{interval.kernel} from {interval_words(interval).split('-')[0].rstrip('+')}")
+            last = interval.kernel
+    return ", ".join(parts)
