@@ -1,4 +1,4 @@
-"""What the device itself allows: copy bandwidth, matrix rate, and the time a kernel needs that only reads the weights."""
+"""What the device itself allows: copy bandwidth, matrix rate, and the time of a kernel that only reads the weights."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
 from nvfp4.tuner.timing import Timer
+from torch import Tensor
 
 
 @triton.jit

@@ -1,8 +1,8 @@
 """Compiling a Triton kernel for a named architecture without a GPU, and launching it with little host work.
 
-`triton.jit`'s own launch path looks every argument up on every call (13 µs for 19 arguments); a kernel compiled here has
-a fixed signature, so a call packs integers and launches. The same compile serves the tuner's pool (no GPU, fills
-Triton's disk cache), the worker and the online op.
+`triton.jit`'s own launch path looks every argument up on every call; a kernel compiled here has a fixed signature, so a
+call packs integers and launches. The same compile serves the tuner's pool (no GPU, fills Triton's disk cache), the
+worker and the online op.
 
 Under TRITON_INTERPRET=1 the launch runs Triton's interpreter on CPU tensors instead.
 """
@@ -47,6 +47,8 @@ class TritonLaunch:
         Names of integer arguments that are multiples of 16.
     num_warps, num_stages
         Triton's options.
+    after_pdl
+        The kernel waits for the one before it by itself (programmatic dependent launch, sm_90 and newer).
 
     Raises
     ------
@@ -64,6 +66,7 @@ class TritonLaunch:
         divisible: tuple[str, ...] = (),
         num_warps: int = 4,
         num_stages: int = 2,
+        after_pdl: bool = False,
     ) -> None:
         self._kernel = kernel
         self._constants = dict(constants)
@@ -85,7 +88,7 @@ class TritonLaunch:
             self.compiled = triton.compile(
                 source,
                 target=GPUTarget("cuda", 10 * major + minor, 32),
-                options={"num_warps": num_warps, "num_stages": num_stages},
+                options={"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": after_pdl},
             )
         except Exception as error:  # Triton raises many kinds, and plain RuntimeError from its passes
             cause: BaseException = error

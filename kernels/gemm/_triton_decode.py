@@ -1,8 +1,8 @@
 """Device functions that the Triton candidates share: decoding weights, splitting x, finishing a tile.
 
 Weights are read as 64-bit words: one word is 16 codes of one row, and exactly one block scale belongs to it. Code i of
-a word is at bits 4i..4i+3, k = 16 * word + i. So a tile of words [W, BN] yields 16 planes [W, BN], plane i holding k = i
-(mod 16), and the tile's product is the sum of 16 dots over W. No value ever moves between lanes: the compiler loads
+a word is at bits 4i..4i+3, k = 16 * word + i. So a tile of words [BN, W] yields 16 planes [BN, W], plane i with k = i
+mod 16, and the tile's product is the sum of 16 products over W. No value ever moves between lanes: the compiler loads
 words and scales straight into the layout of the dot's operand.
 
 A decoded element is code * scale * 2^-7, exact in bfloat16 and in float16 (6 significant bits, 2^-17 .. 21); the
@@ -105,10 +105,8 @@ def rounded(value, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def store_tile(
-    acc, tokens, rows, out_ptr, scale_ptr, scale_stride, bias_ptr, float_bias_ptr, bias_kind, M, N
-):
-    """out[token, row] = acc * 2^7 * global scale + bias, all in float32, rounded once. tokens and rows broadcast to acc.
+def store_tile(acc, tokens, rows, out_ptr, scale_ptr, scale_stride, bias_ptr, float_bias_ptr, bias_kind, M, N):
+    """out[token, row] = acc * 2^7 * global scale + bias, in float32, rounded once. tokens and rows broadcast to acc.
 
     scale_stride is 0 for one global scale and 1 for one per row. bias_kind 1 reads bias_ptr, 2 reads float_bias_ptr, 0
     neither.

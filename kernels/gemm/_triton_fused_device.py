@@ -6,6 +6,7 @@ order once per call (and applies pre_quant_scale on the way), so that the main l
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ._triton_decode import INTERPRET, block_scale, quad_planes, reduce_splits, rounded, store_tile
 
@@ -21,9 +22,12 @@ def permute_x(
     has_pqs,  # 0 or 1
     WORDS: tl.constexpr,
     TOKENS: tl.constexpr,  # tokens per block
+    PDL: tl.constexpr,  # let the kernel behind start now
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     STEP: tl.constexpr = 16 * WORDS
+    if PDL:
+        gdc_launch_dependents()
     step = tl.program_id(0)
     token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
     inner = tl.arange(0, STEP)[None, :]
@@ -37,26 +41,17 @@ def permute_x(
 
 
 @triton.jit
-def plane_product(acc, x_ptrs, w, SWAP: tl.constexpr):
-    """acc += x . w over one plane; swapped, the weights are the dot's first operand and acc is [BN, BM]."""
+def quad_product(acc, x_ptrs, quad, scale, DTYPE: tl.constexpr, BN: tl.constexpr, WORDS: tl.constexpr):
+    """acc [BN, BM] += four planes of weights, side by side along k, times x [4 * WORDS, BM].
+
+    Joining only renames registers: each k16 step of the tensor core reads one plane (or half of one with 32 words).
+    """
+    w0, w1, w2, w3 = quad_planes(quad, scale, DTYPE)
+    w = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (BN, WORDS, 4))  # [row, word, plane]
     x = tl.load(x_ptrs)
     if INTERPRET:
         x = x.to(tl.float32)  # the interpreter multiplies bfloat16 bit patterns
-    if SWAP:
-        acc = tl.dot(w, x, acc)
-    else:
-        acc = tl.dot(x, w, acc)
-    return acc
-
-
-@triton.jit
-def quad_product(acc, x_ptrs, quad, scale, DTYPE: tl.constexpr, WORDS: tl.constexpr, SWAP: tl.constexpr):
-    """Four planes."""
-    w0, w1, w2, w3 = quad_planes(quad, scale, DTYPE)
-    acc = plane_product(acc, x_ptrs, w0, SWAP)
-    acc = plane_product(acc, x_ptrs + WORDS, w1, SWAP)
-    acc = plane_product(acc, x_ptrs + 2 * WORDS, w2, SWAP)
-    return plane_product(acc, x_ptrs + 3 * WORDS, w3, SWAP)
+    return tl.dot(tl.reshape(tl.permute(w, (0, 2, 1)), (BN, 4 * WORDS)), x, acc)
 
 
 @triton.jit
@@ -68,7 +63,7 @@ def fused_gemm(
     bias_ptr,  # [N] like x; read when bias_kind is 1
     float_bias_ptr,  # [N] float32; read when bias_kind is 2
     out_ptr,  # [M, N] like x
-    partial_ptr,  # [tiles, splits, BM * BN] float32
+    partial_ptr,  # [tiles, splits, BN * BM] float32
     counter_ptr,  # [tiles] int32, zero before and after
     M,
     N,
@@ -77,14 +72,15 @@ def fused_gemm(
     bias_kind,  # 0: none
     group_size,  # row tiles that stay together while token tiles advance
     K_ALIGN: tl.constexpr,  # a power of two that divides K; from 64 up the scales travel by asynchronous copies
-    SWAP: tl.constexpr,
     BM: tl.constexpr,  # tokens per tile
     BN: tl.constexpr,  # weight rows per tile
     WORDS: tl.constexpr,  # words of 16 k per step
     STAGES: tl.constexpr,
+    PDL: tl.constexpr,  # started while `permute_x` still runs
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
     STEP: tl.constexpr = 16 * WORDS
+    QUAD: tl.constexpr = 4 * WORDS
     tile = tl.program_id(0)
     split = tl.program_id(1)
     row_tiles = tl.cdiv(N, BN)
@@ -101,34 +97,30 @@ def fused_gemm(
     begin = split * steps_here
     end = tl.minimum(begin + steps_here, steps)
 
-    word = tl.arange(0, WORDS)
-    if SWAP:  # weights [BN, WORDS], x [WORDS, BM], acc [BN, BM]
-        rows = (row_tile * BN + tl.arange(0, BN))[:, None]
-        tokens = (token_tile * BM + tl.arange(0, BM))[None, :]
-        w_word, x_word = word[None, :], word[:, None]
-        acc = tl.zeros((BN, BM), tl.float32)
-        offsets = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
-    else:  # weights [WORDS, BN], x [BM, WORDS], acc [BM, BN]
-        rows = (row_tile * BN + tl.arange(0, BN))[None, :]
-        tokens = (token_tile * BM + tl.arange(0, BM))[:, None]
-        w_word, x_word = word[:, None], word[None, :]
-        acc = tl.zeros((BM, BN), tl.float32)
-        offsets = tl.arange(0, BM)[:, None] * BN + tl.arange(0, BN)[None, :]
+    rows = (row_tile * BN + tl.arange(0, BN))[:, None]
+    tokens = (token_tile * BM + tl.arange(0, BM))[None, :]
+    word = tl.arange(0, WORDS)[None, :]
     row_base = rows.to(tl.int64) * words_per_row
     w_ptrs = weight_ptr.to(tl.pointer_type(tl.int64)) + row_base
     s_ptrs = scale_ptr + row_base
-    x_ptrs = x_ptr + tokens.to(tl.int64) * steps * STEP + x_word
+    x_ptrs = x_ptr + tokens.to(tl.int64) * steps * STEP + tl.arange(0, QUAD)[:, None]
+    acc = tl.zeros((BN, BM), tl.float32)
+    if PDL:
+        gdc_wait()
     for step in tl.range(begin, end, num_stages=STAGES):
-        at = step * WORDS + w_word
+        at = step * WORDS + word
         mask = (rows < N) & (at < words_per_row)
         w = tl.load(w_ptrs + at, mask=mask, other=0)
         scale = block_scale(tl.load(s_ptrs + at, mask=mask, other=0), DTYPE)
-        x_at = x_ptrs + step * STEP
-        acc = quad_product(acc, x_at, w.to(tl.int16), scale, DTYPE, WORDS, SWAP)
-        acc = quad_product(acc, x_at + 4 * WORDS, (w >> 16).to(tl.int16), scale, DTYPE, WORDS, SWAP)
-        acc = quad_product(acc, x_at + 8 * WORDS, (w >> 32).to(tl.int16), scale, DTYPE, WORDS, SWAP)
-        acc = quad_product(acc, x_at + 12 * WORDS, (w >> 48).to(tl.int16), scale, DTYPE, WORDS, SWAP)
+        x_now = x_ptrs + step * STEP
+        acc = quad_product(acc, x_now, w.to(tl.int16), scale, DTYPE, BN, WORDS)
+        acc = quad_product(acc, x_now + QUAD, (w >> 16).to(tl.int16), scale, DTYPE, BN, WORDS)
+        acc = quad_product(acc, x_now + 2 * QUAD, (w >> 32).to(tl.int16), scale, DTYPE, BN, WORDS)
+        acc = quad_product(acc, x_now + 3 * QUAD, (w >> 48).to(tl.int16), scale, DTYPE, BN, WORDS)
 
+    offsets = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
     acc, last = reduce_splits(acc, offsets, partial_ptr, counter_ptr, tile, split, tl.num_programs(1), BM * BN)
     if last:
-        store_tile(acc, tokens, rows, out_ptr, global_scale_ptr, scale_stride, bias_ptr, float_bias_ptr, bias_kind, M, N)
+        store_tile(
+            acc, tokens, rows, out_ptr, global_scale_ptr, scale_stride, bias_ptr, float_bias_ptr, bias_kind, M, N
+        )

@@ -41,19 +41,24 @@ def scaled_x(x: Tensor, pre_quant_scale: Tensor | None) -> Tensor:
 class SplitKConfig(Protocol):
     """What every split-K config has."""
 
-    block_m: int
-    block_n: int
-    words: int
-    split: int
-    stages: int
-    warps: int
+    @property
+    def block_m(self) -> int:
+        """Tokens per tile."""
+
+    @property
+    def block_n(self) -> int:
+        """Weight rows per tile."""
+
+    @property
+    def split(self) -> int:
+        """Blocks along K."""
 
 
-def valid_split(device: Device, problem: Problem, config: SplitKConfig, m: int) -> Verdict:
-    """Every split has work, and splitting is not asked for where tiles alone fill the device four times."""
-    steps = -(-problem.k // (16 * config.words))
+def valid_split(device: Device, problem: Problem, m: int, config: SplitKConfig, *, step: int) -> Verdict:
+    """Every split has work (in steps along K), and none is asked for where tiles alone fill the device."""
+    steps = -(-problem.k // step)
     if -(-steps // -(-steps // config.split)) != config.split:
-        return Verdict.no(f"K = {problem.k} has {steps} steps of {16 * config.words}: too few for {config.split} splits")
+        return Verdict.no(f"K = {problem.k} has {steps} steps of {step}: too few for {config.split} splits")
     tiles = -(-problem.n // config.block_n) * -(-m // config.block_m)
     if config.split > 1 and tiles * config.split > 8 * device.units:
         return Verdict.no(f"{tiles} tiles fill the device; {config.split} splits would only add work")
@@ -71,7 +76,16 @@ class SplitKLaunch:
     EXTRA = ""
 
     def __init__(
-        self, kernel: Any, device: Device, problem: Problem, config: SplitKConfig, **constants: Any
+        self,
+        kernel: Any,
+        device: Device,
+        problem: Problem,
+        config: SplitKConfig,
+        *,
+        warps: int,
+        stages: int,
+        after_pdl: bool = False,
+        **constants: Any,
     ) -> None:
         self.k, self.config = problem.k, config
         x = f"*{TRITON_TYPES[problem.dtype]}"
@@ -87,13 +101,13 @@ class SplitKLaunch:
                 "K_ALIGN": k_align(problem.k),
                 "BM": config.block_m,
                 "BN": config.block_n,
-                "WORDS": config.words,
-                "STAGES": config.stages,
+                "STAGES": stages,
                 **constants,
             },
             divisible=("K",),
-            num_warps=config.warps,
-            num_stages=config.stages,
+            num_warps=warps,
+            num_stages=stages,
+            after_pdl=after_pdl,
         )
 
     def prepare(self, x: Tensor, pre_quant_scale: Tensor | None) -> tuple[Tensor, int]:

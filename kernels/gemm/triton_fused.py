@@ -3,9 +3,10 @@
 out[M, N] = x[M, K] . W[N, K]^T * global_scale (+ bias), float32 accumulation, one rounding; sm_80 and newer.
 
 A tile of 64-bit words (16 codes, one scale each) becomes 16 planes of decoded weights, exact in 16 bits, in the very
-registers the tensor core reads (`_triton_decode`). Up to 32 tokens the weights are the second operand of a warp-level
-mma; above, the operands swap, so that weights stay in registers while wgmma reads x from shared memory. Small grids
-split K; the last block of a tile adds the partials in order, so results do not change from run to run.
+registers the tensor core reads (`_triton_decode`): the weights are the dot's first operand, and wgmma (or mma) reads x
+from shared memory. x is ordered by planes once per call, in a small kernel whose end the main one does not wait for to
+start. Small grids split K; the last block of a tile adds the partials in order, so results do not change from run to
+run.
 """
 
 from __future__ import annotations
@@ -16,27 +17,26 @@ from typing import TYPE_CHECKING
 
 from ..kernel import Config, Kernel, Launcher, Space
 from ..problem import Device, Problem, Verdict
-from ..triton_launch import TRITON_TYPES, TritonLaunch
-from ._triton_host import SplitKLaunch, supports_triton, valid_split
+from ..triton_launch import TRITON_TYPES, TritonLaunch, interpreting
+from ._triton_host import SplitKLaunch, k_align, supports_triton, valid_split
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 GROUP_ROW_TILES = 8  # row tiles that share x in L2 while token tiles advance
 PERMUTE_TOKENS = 4  # tokens per block of the kernel that orders x; divides every token tile
+WORDS = 16  # per step: 256 k. With 32, ptxas serialises the wgmmas (H200, 2026-11: 3 to 60 % slower)
+ROWS_PER_WARP = 16  # with 32 the tile's words spill, with 8 a warpgroup has no whole wgmma
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TritonFusedConfig(Config):
-    """One compiled tile shape and how it is launched."""
+    """One compiled tile shape, and how many blocks share its K."""
 
     block_m: int  # tokens per tile
-    block_n: int  # weight rows per tile
-    words: int  # words of 16 k per step
+    block_n: int  # weight rows per tile; a warp for every 16
     split: int  # blocks along K
-    stages: int  # loop iterations in flight, plus one
-    warps: int
-    swap: bool  # weights are the first operand of the dot
+    stages: int  # copies of words and scales in flight, plus one
 
 
 class TritonFused(Kernel):
@@ -52,53 +52,36 @@ class TritonFused(Kernel):
         return supports_triton(device, problem)
 
     def is_valid(self, device: Device, problem: Problem, config: TritonFusedConfig, m: int) -> Verdict:
-        """Tiles that suit m, fit in shared memory and registers, and splits that all have work."""
-        c = config
-        low, high = {16: (1, 32), 32: (9, 128), 64: (33, None), 128: (65, None)}[c.block_m]
+        """Tiles that suit m and fit in shared memory, and splits that all have work."""
+        low, high = {16: (1, 32), 32: (9, 128), 64: (33, None)}[config.block_m]
         if m < low or (high is not None and m > high):
-            return Verdict.no(f"tiles of {c.block_m} tokens serve M = {low}..{high or 'any'}, not {m}")
-        if c.block_m >= 64 and not c.swap:
-            return Verdict.no(f"{c.block_m} tokens need the weights as first operand (swap)")
-        if (need := smem_bytes(c)) > device.smem_bytes:
+            return Verdict.no(f"tiles of {config.block_m} tokens serve M = {low}..{high or 'any'}, not {m}")
+        if (need := smem_bytes(config, problem.k)) > device.smem_bytes:
             return Verdict.no(f"needs {need} bytes of shared memory, the device has {device.smem_bytes}")
-        # What ptxas gives for sm_90a without spilling, of all combinations.
-        rows = c.block_n // c.warps
-        if rows != 16 and not (rows == 32 and c.words == 32 and c.block_m <= 32):
-            return Verdict.no(f"{rows} weight rows per warp, {c.block_m} tokens and {c.words} words spill or idle")
-        if c.words == 16 and not c.swap:
-            return Verdict.no("16 words as second operand leave half of every mma's registers empty")
-        return valid_split(device, problem, c, m)
+        return valid_split(device, problem, m, config, step=16 * WORDS)
 
     def space(self, device: Device, problem: Problem) -> Space[TritonFusedConfig]:
-        """Tile shapes, splits, stages, warps and the order of the operands."""
+        """Tile shapes, splits and stages."""
         return Space(
             TritonFusedConfig,
-            {
-                "block_m": (16, 32, 64, 128),
-                "block_n": (64, 128),
-                "words": (16, 32),
-                "split": (1, 2, 4, 8, 16),
-                "stages": (2, 3, 4),
-                "warps": (4, 8),
-                "swap": (False, True),
-            },
+            {"block_m": (16, 32, 64), "block_n": (64, 128), "split": (1, 2, 4, 8, 16), "stages": (2, 3, 4)},
         )
 
     def default_config(self, device: Device, problem: Problem, m: int) -> TritonFusedConfig:
-        """The smallest token tile that holds m, and the split that fills the device about twice."""
-        block_m = next((b for b in (16, 32, 64, 128) if m <= b), 128)
-        shapes = [(block_m, 64, 4, 3), (block_m, 64, 4, 2)]
-        if block_m == 128:
-            shapes = [(128, 128, 8, 3), (128, 128, 8, 2), (64, 64, 4, 2)]
-        configs = [
-            TritonFusedConfig(
-                block_m=tokens, block_n=rows, words=16, split=split, stages=stages, warps=warps, swap=True
-            )
-            for tokens, rows, warps, stages in shapes
-            for split in (16, 8, 4, 2, 1)
-            if split == 1 or -(-problem.n // rows) * -(-m // tokens) * split <= 4 * device.units
-        ]
-        return next((c for c in configs if self.is_valid(device, problem, c, m)), configs[-1])
+        """The smallest token tile that holds m, and a split that gives every multiprocessor up to four blocks.
+
+        From measurements on an H200 (2026-11) at 4096x4096, 28672x4096 and 8192x28672.
+        """
+        block_m = next((b for b in (16, 32) if m <= b), 64)
+        block_n = 128 if block_m == 64 else 64
+        tiles = -(-problem.n // block_n) * -(-m // block_m)
+        for split in (16, 8, 4, 2, 1):
+            steps = -(-problem.k // (16 * WORDS * split))
+            stages = 3 if steps >= 8 and block_n == 64 else 2
+            config = TritonFusedConfig(block_m=block_m, block_n=block_n, split=split, stages=stages)
+            if split == 1 or (tiles * split <= 4 * device.units and self.is_valid(device, problem, config, m)):
+                break
+        return config
 
     def build(self, device: Device, problem: Problem, config: TritonFusedConfig) -> Launcher:
         """Compile for the device, for this K's alignment and x's dtype; N, K, M and the split stay run-time values."""
@@ -110,11 +93,13 @@ class TritonFused(Kernel):
         return (here / "_triton_fused_device.py", here / "_triton_decode.py")
 
 
-def smem_bytes(c: TritonFusedConfig) -> int:
-    """At most what Triton allocates: copies in flight of words and scales, and of x (one more where wgmma reads it in
-    place, that is, swapped), or the tile's way out; 4 KiB of slack."""
-    weights, x = 9 * c.words * c.block_n, 32 * c.words * c.block_m
-    loop = (c.stages - 1) * weights + (c.stages if c.swap else c.stages - 1) * x
+def smem_bytes(c: TritonFusedConfig, k: int) -> int:
+    """At most what Triton allocates: copies in flight of words and scales, and of x (one more, for wgmma reads it in
+    place), or the tile's way out; 4 KiB of slack. Where scales cannot be copied asynchronously, decoded planes pass
+    through shared memory too."""
+    loop = WORDS * ((c.stages - 1) * 9 * c.block_n + c.stages * 32 * c.block_m)
+    if k_align(k) < 64:
+        loop += 8 * WORDS * c.block_n
     return max(loop, 4 * c.block_m * c.block_n) + 4096
 
 
@@ -124,22 +109,33 @@ class _Launch(SplitKLaunch):
     def __init__(self, device: Device, problem: Problem, config: TritonFusedConfig) -> None:
         from ._triton_fused_device import fused_gemm, permute_x
 
-        super().__init__(fused_gemm, device, problem, config, SWAP=config.swap)
+        pdl = device.capability >= (9, 0) and not interpreting()
+        super().__init__(
+            fused_gemm,
+            device,
+            problem,
+            config,
+            warps=config.block_n // ROWS_PER_WARP,
+            stages=config.stages,
+            after_pdl=pdl,
+            WORDS=WORDS,
+            PDL=pdl,
+        )
         x = f"*{TRITON_TYPES[problem.dtype]}"
         pointers = dict.fromkeys(("x_ptr", "pre_quant_scale_ptr", "out_ptr"), x)
         self._permute = TritonLaunch(
             permute_x,
             device,
             signature=pointers | dict.fromkeys(("M", "K", "x_stride", "has_pqs"), "i32"),
-            constants={"WORDS": config.words, "TOKENS": PERMUTE_TOKENS},
+            constants={"WORDS": WORDS, "TOKENS": PERMUTE_TOKENS, "PDL": pdl},
             divisible=("K",),
         )
-        self._steps = -(-problem.k // (16 * config.words))
+        self._steps = -(-problem.k // (16 * WORDS))
 
     def prepare(self, x: Tensor, pre_quant_scale: Tensor | None) -> tuple[Tensor, int]:
         m, tile = x.shape[0], self.config.block_m
         padded = -(-m // tile) * tile
-        planes = x.new_empty((padded, self._steps * 16 * self.config.words))
+        planes = x.new_empty((padded, self._steps * 16 * WORDS))
         self._permute.launch(
             (self._steps, padded // PERMUTE_TOKENS, 1),
             x,

@@ -150,10 +150,7 @@ class _Launch:
     ) -> None:
         import torch
 
-        if interpreting():
-            acc = x.float() @ dense.float().T
-        else:
-            acc = torch.mm(x, dense.T, out_dtype=torch.float32)
+        acc = x.float() @ dense.float().T if interpreting() else torch.mm(x, dense.T, out_dtype=torch.float32)
         m, rows = acc.shape
         bias_kind = 0 if bias is None else 1 if bias.dtype == out.dtype else 2
         self.finish.launch(
