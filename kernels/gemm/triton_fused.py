@@ -88,9 +88,9 @@ class TritonFused(Kernel):
         return _Launch(device, problem, config)
 
     def source_files(self) -> tuple[Path, ...]:
-        """Device code and its shared functions."""
+        """Device code, its shared functions, and this file: its constants are compiled in."""
         here = Path(__file__).parent
-        return (here / "_triton_fused_device.py", here / "_triton_decode.py")
+        return (Path(__file__), here / "_triton_fused_device.py", here / "_triton_decode.py")
 
 
 def smem_bytes(c: TritonFusedConfig, k: int) -> int:

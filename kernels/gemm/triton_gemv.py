@@ -68,9 +68,9 @@ class TritonGemv(Kernel):
             {
                 "block_m": (1, 2, 4, 8),
                 "block_n": (4, 8, 16),
-                "words": (32, 64, 128),
+                "words": (64, 128),
                 "split": (1, 2),
-                "stages": (1, 3),
+                "stages": (2, 3),
                 "warps": (2, 4),
             },
         )
@@ -88,9 +88,9 @@ class TritonGemv(Kernel):
         return _Launch(gemv, device, problem, config, warps=config.warps, stages=config.stages, WORDS=config.words)
 
     def source_files(self) -> tuple[Path, ...]:
-        """Device code and its shared functions."""
+        """Device code, its shared functions, and this file: its constants are compiled in."""
         here = Path(__file__).parent
-        return (here / "_triton_gemv_device.py", here / "_triton_decode.py")
+        return (Path(__file__), here / "_triton_gemv_device.py", here / "_triton_decode.py")
 
 
 class _Launch(SplitKLaunch):
