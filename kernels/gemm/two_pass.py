@@ -76,7 +76,12 @@ class TwoPass(Kernel):
     def source_files(self) -> tuple[Path, ...]:
         """Device code, its shared functions, and this file: its constants are compiled in."""
         here = Path(__file__).parent
-        return (Path(__file__), here / "_triton_dequant_device.py", here / "_triton_decode.py", here.parent / "cublas.py")
+        return (
+            Path(__file__),
+            here / "_triton_dequant_device.py",
+            here / "_triton_decode.py",
+            here.parent / "cublas.py",
+        )
 
 
 def chunk_rows(problem: Problem, chunk_mib: int) -> int:
