@@ -48,7 +48,7 @@ lint: $(INSTALLED)
 WHEEL := $(VENV)/wheel
 wheel: $(INSTALLED)
 	rm -rf $(WHEEL) build nvfp4.egg-info
-	$(BIN)/python -m build --no-isolation --outdir $(WHEEL) . > $(VENV)/build.log || { cat $(VENV)/build.log; exit 1; }
+	$(BIN)/python -m build --no-isolation --outdir $(WHEEL) . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	$(BIN)/python -m venv --without-pip $(WHEEL)/env
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
 		> "$$($(WHEEL)/env/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dependencies.pth"

@@ -19,7 +19,7 @@ from ..kernels.device import describe
 from ..kernels.problem import Device
 from .options import database_option, help_style, json_option
 from .output import Grid, console, print_json
-from .words import device_words
+from .words import device_words, plural
 
 __all__ = ["env"]
 
@@ -118,7 +118,8 @@ def _database(path: Path) -> Database:
 
 def _state(database: Database) -> str:
     if database.state == "ok":
-        return f"{database.plans} plans, {database.problems} problems measured, {database.size_bytes / 1e6:.1f} MB"
+        there = f"{plural(database.plans, 'plan')}, {plural(database.problems, 'problem')} measured"
+        return f"{there}, {database.size_bytes / 1e6:.1f} MB"
     return "none yet: run `nvfp4 tune`" if database.state == "missing" else database.detail
 
 

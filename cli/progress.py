@@ -24,7 +24,7 @@ from ..tuner.events import (
     TuningStarted,
 )
 from .output import Grid, print_json
-from .words import config_words, counts, device_words, duration, microseconds, problem_words, ratio, ratios
+from .words import config_words, counts, device_words, duration, microseconds, plural, problem_words, ratio, ratios
 
 __all__ = ["Display", "JsonLines", "Lines", "display", "ends"]
 
@@ -73,12 +73,10 @@ class Display:
         """The lines that stay, in a terminal and elsewhere."""
         match event:
             case TuningStarted():
-                of = len(event.problems)
                 self.console.print(f"device    {device_words(event.device)}")
                 self.console.print(f"database  {event.database}", soft_wrap=True)
-                self.console.print(
-                    f"tuning    {of} problem{'s' * (of > 1)} at {len(event.ms)} M from {event.ms[0]} to {event.ms[-1]}"
-                )
+                ms = f"{len(event.ms)} M from {event.ms[0]} to {event.ms[-1]}"
+                self.console.print(f"tuning    {plural(len(event.problems), 'problem')} at {ms}")
             case CeilingsMeasured():
                 self.console.print(
                     f"ceilings  copy {event.copy_gbps:,.0f} GB/s, bf16 product {event.bf16_tflops:,.3g} TFLOP/s"

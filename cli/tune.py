@@ -6,7 +6,6 @@ from pathlib import Path
 
 import rich_click as click
 
-from ..tuner.events import ProblemFinished
 from ..tuner.run import Interrupted
 from ..tuner.run import tune as run_tuning
 from ..tuner.workload import ANCHORS, QUICK_ANCHORS, model_names, parse_ms
@@ -14,7 +13,7 @@ from .options import best_device, database_option, device_option, help_style, pr
 from .options import duration as parse_duration
 from .output import Grid, console
 from .progress import Display, display
-from .words import counts, duration, interval_words, problem_words, ratios
+from .words import counts, duration, kernels_by_m, plural, problem_words, ratios
 
 __all__ = ["tune"]
 
@@ -101,7 +100,7 @@ def _summarise(shown: Display) -> None:
             made.row(
                 problem_words(done.problem),
                 done.plan.layout if done.plan else "-",
-                _kernels_by_m(done),
+                kernels_by_m(done.plan.intervals()) if done.plan else "no winner",
                 ratios(at.default_us / at.best_us for at in done.best if at.default_us),
                 ratios(at.bf16_us / at.best_us for at in done.best if at.bf16_us),
                 counts(done.failures),
@@ -110,20 +109,10 @@ def _summarise(shown: Display) -> None:
     if shown.end is None:
         return
     end, without = shown.end, len(shown.end.without_plan)
-    out.print(f"{end.measured} measurements in {duration(end.seconds)}; how many times faster than untuned and bf16")
+    out.print("untuned, bf16: how many times faster than what runs untuned, and than torch.matmul on bf16 weights")
+    out.print(f"{plural(end.measured, 'measurement')} in {duration(end.seconds)}")
     if without:
-        out.print(f"{without} problem{'s have' if without > 1 else ' has'} no winner: nvfp4 inspect --kernels says why")
+        have = "has" if without == 1 else "have"
+        out.print(f"{plural(without, 'problem')} {have} no winner: `nvfp4 inspect SHAPE --kernels` and `--why` say why")
     if end.unexplored:
         out.print(f"{end.unexplored} candidates were not tried for lack of time: the same command goes on")
-
-
-def _kernels_by_m(done: ProblemFinished) -> str:
-    if done.plan is None:
-        return "no winner"
-    parts: list[str] = []
-    last = ""
-    for interval in done.plan.intervals():
-        if interval.kernel != last:
-            parts.append(f"{interval.kernel} from {interval_words(interval).split('-')[0].rstrip('+')}")
-            last = interval.kernel
-    return ", ".join(parts)

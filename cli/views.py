@@ -19,6 +19,7 @@ from .words import (
     counts,
     device_words,
     interval_words,
+    kernels_by_m,
     microseconds,
     percent,
     problem_words,
@@ -93,7 +94,7 @@ def show_summary(console: Console, path: Path, found: tuple[Summary, ...]) -> No
             made.row(
                 problem_words(line.problem),
                 line.layout or "-",
-                _kernels_by_m(line) or "no winner",
+                kernels_by_m(line.intervals) or "no winner",
                 ratios(line.over_bf16.values()),
                 str(line.measurements),
                 counts(line.failures),
@@ -102,18 +103,6 @@ def show_summary(console: Console, path: Path, found: tuple[Summary, ...]) -> No
         _notes(console, sum(line.retired for line in lines), sorted({text for line in lines for text in line.changed}))
     if any(line.over_bf16 for line in found):
         console.print("bf16: how many times faster than torch.matmul on bf16 weights, smallest and largest over M")
-
-
-def _kernels_by_m(line: Summary) -> str:
-    """Neighbouring intervals of one kernel are one range here."""
-    parts: list[str] = []
-    for i, interval in enumerate(line.intervals):
-        if i and line.intervals[i - 1].kernel == interval.kernel:
-            continue
-        later = (other.m_lo - 1 for other in line.intervals[i:] if other.kernel != interval.kernel)
-        words = interval_words(msgspec.structs.replace(interval, m_hi=next(later, None)))
-        parts.append(f"{interval.kernel} {words}")
-    return ", ".join(parts)
 
 
 def _notes(console: Console, retired: int, changed: Iterable[str]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -16,8 +17,10 @@ __all__ = [
     "device_words",
     "duration",
     "interval_words",
+    "kernels_by_m",
     "microseconds",
     "percent",
+    "plural",
     "problem_words",
     "ratio",
     "ratios",
@@ -59,6 +62,15 @@ def interval_words(interval: Interval) -> str:
     return str(interval.m_lo) if interval.m_hi == interval.m_lo else f"{interval.m_lo}-{interval.m_hi}"
 
 
+def kernels_by_m(intervals: Sequence[Interval]) -> str:
+    """ "triton_gemv 1-16, two_pass 17+": neighbouring intervals of one kernel are one range here."""
+    parts = []
+    for kernel, group in itertools.groupby(intervals, key=lambda interval: interval.kernel):
+        run = tuple(group)
+        parts.append(f"{kernel} {interval_words(msgspec.structs.replace(run[0], m_hi=run[-1].m_hi))}")
+    return ", ".join(parts)
+
+
 def microseconds(us: float | None) -> str:
     """Three or four digits; "" for None."""
     if us is None:
@@ -88,6 +100,11 @@ def percent(share: float | None) -> str:
 def counts(by_status: Mapping[str, int]) -> str:
     """ "3 wrong, 1 crash"; "" for none."""
     return ", ".join(f"{count} {status}" for status, count in by_status.items() if count)
+
+
+def plural(count: int, noun: str) -> str:
+    """ "1 problem", "2 problems"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,57 @@
+"""Runs commands as a user would; a small database tuned with fake kernels."""
+
+import os
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+from nvfp4.cli import main
+from nvfp4.kernels import registry
+
+WIDTHS = (40, 80, 120)
+
+
+def invoke(*args, columns=120, **environment):
+    """(exit code, stdout, stderr) of one command."""
+    result = CliRunner().invoke(main, [str(arg) for arg in args], env={"COLUMNS": str(columns)} | environment)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return SimpleNamespace(code=result.exit_code, out=result.stdout, err=result.stderr)
+
+
+@pytest.fixture(scope="session")
+def run():
+    return invoke
+
+
+@pytest.fixture(scope="session")
+def fakes_everywhere():
+    """The fake kernels are in the registry of this process and of its children."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVFP4_KERNELS", "nvfp4.testing.fakes")
+        patch.setenv("NVFP4_FAKE_TROUBLES", "zeros")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        registry.refresh()
+        yield
+    registry.refresh()
+
+
+@pytest.fixture(scope="session")
+def tuned(fakes_everywhere, tmp_path_factory):
+    """A database with one problem, tuned by the command, and what the command said."""
+    path = tmp_path_factory.mktemp("tuned") / "t.db"
+    arguments = ("tune", "--shape", "40,64", "--m", "1,8", "--device", "cpu", "--quick", "--db", path)
+    arguments += ("--kernel", "fake_good", "--kernel", "fake_trouble")
+    said = invoke(*arguments)
+    return SimpleNamespace(path=path, said=said, arguments=arguments)
+
+
+@pytest.fixture(params=WIDTHS)
+def columns(request):
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def no_database_of_the_user(tmp_path, monkeypatch):
+    if "NVFP4_DB" not in os.environ:
+        monkeypatch.setenv("NVFP4_DB", str(tmp_path / "none.db"))

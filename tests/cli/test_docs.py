@@ -1,0 +1,138 @@
+"""The pages tell the truth: every option is documented, every command line parses, every example runs."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import rich_click as click
+import torch
+from nvfp4.cli import main
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+CLI_PAGE = (ROOT / "docs" / "cli.md").read_text()
+COMMANDS = sorted(main.commands)
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+def options(command):
+    return [name for option in command.params if isinstance(option, click.Option) for name in option.opts]
+
+
+def section(name):
+    found = re.search(rf"^## nvfp4 {name}\n(.*?)(?=^## |\Z)", CLI_PAGE, flags=re.DOTALL | re.MULTILINE)
+    assert found, f"docs/cli.md has no section on nvfp4 {name}"
+    return found.group(1)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_documented_and_no_other(name):
+    documented = set(re.findall(r"`(--?[a-z-]+)", section(name)))
+    existing = {option for option in options(main.commands[name]) if option not in ("--help", "-h")}
+    assert documented == existing
+
+
+def test_the_readme_or_the_page_names_every_command():
+    assert {f"nvfp4 {name}" for name in COMMANDS} <= set(re.findall(r"^## (nvfp4 \w+)", CLI_PAGE, flags=re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_works_and_has_examples(run, name):
+    done = run(*filter(None, [name]), "--help", columns=100)
+    assert done.code == 0 and done.err == ""
+    command = main.commands[name] if name else main
+    assert all(option in done.out for option in options(command))
+    if name:
+        assert f"nvfp4 {name}" in done.out.split("Examples:")[1]
+
+
+def command_lines():
+    """Every `nvfp4 …` in the pages' consoles and in the help texts."""
+    for page in PAGES:
+        for block in blocks(page.relative_to(ROOT), "console"):
+            yield from (line[2:] for line in block.splitlines() if line.startswith("$ nvfp4 "))
+    for command in main.commands.values():
+        yield from (line.strip() for line in command.help.splitlines() if line.strip().startswith("nvfp4 "))
+
+
+@pytest.mark.parametrize("line", dict.fromkeys(command_lines()))
+def test_every_command_line_parses(line):
+    name, *arguments = shlex.split(line.split(" > ")[0])[1:]
+    main.commands[name].make_context(name, arguments)
+
+
+def test_version(run):
+    import nvfp4
+
+    assert run("--version").out.split()[-1] == nvfp4.__version__
+
+
+def test_the_command_is_a_module_too():
+    done = subprocess.run([sys.executable, "-m", "nvfp4", "--version"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.startswith("nvfp4")
+
+
+@pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning")
+def test_the_readme_example_runs():
+    (code,) = blocks("README.md", "python")
+    names = {}
+    exec(code, names)
+    x, w, y = names["x"].double(), names["w"].double(), names["y"]
+    assert y.shape == (16, 3072) and y.dtype == torch.bfloat16
+    assert torch.equal(y, names["same"])
+    assert float((y.double() - x @ w.t()).norm() / (x @ w.t()).norm()) < 0.15
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_between_pages_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.fixture
+def example(tmp_path):
+    """The kernel of the page in a folder of its own, and a way to run things there."""
+    kernel, tests = blocks("docs/adding-a-kernel.md", "python")
+    (tmp_path / "cpu_rows.py").write_text(kernel)
+    (tmp_path / "test_cpu_rows.py").write_text(tests)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NVFP4_DB": str(tmp_path / "t.db")}
+
+    def start(*arguments, **more):
+        command = [sys.executable, "-m", *arguments]
+        done = subprocess.run(
+            command, cwd=tmp_path, env=environment | more, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    return start
+
+
+@pytest.mark.slow
+def test_the_example_kernel_passes_its_tests(example):
+    out = example("pytest", "-q", "-c", os.devnull, "-p", "no:cacheprovider", "test_cpu_rows.py")
+    assert re.search(r"\d+ passed", out) and "failed" not in out
+
+
+@pytest.mark.slow
+def test_the_example_kernel_is_found_tuned_and_explained(example):
+    (block,) = blocks("docs/adding-a-kernel.md", "console")
+    lines = [line[2:] for line in block.splitlines() if line.startswith("$ nvfp4")]
+    verdicts, _, why = (example(*shlex.split(line), NVFP4_KERNELS="cpu_rows") for line in lines)
+    assert re.search(r"cpu_rows +yes", verdicts)
+    assert re.search(r"rows=64 +(won|lost)", why)
+
+
+def test_the_example_kernel_is_found_as_an_entry_point(example, tmp_path):
+    info = tmp_path / "cpu_rows-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cpu-rows\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[nvfp4.kernels]\ncpu_rows = cpu_rows:KERNEL\n")
+    assert re.search(r"cpu_rows +yes", example("nvfp4", "inspect", "96x64", "--kernels"))

@@ -1,0 +1,215 @@
+"""`nvfp4 inspect`, `warmup` and `env`: tables that fit, JSON that parses, messages that help."""
+
+import json
+import sqlite3
+
+import msgspec
+import pytest
+from nvfp4.cache.fingerprint import environment
+from nvfp4.cache.inspect import ProblemReport, Summary
+from nvfp4.cache.records import Measurement
+from nvfp4.cache.store import Store
+from nvfp4.cache.why import Why
+from nvfp4.kernels import registry
+from nvfp4.kernels.device import describe
+from nvfp4.kernels.kernel import implementation_hash
+from nvfp4.kernels.problem import Device, Problem
+from nvfp4.testing.fakes import fake_device
+
+pytestmark = pytest.mark.usefixtures("fakes_everywhere")
+
+
+def fits(text, columns):
+    """No line is wider than the terminal, and nothing is cut."""
+    too_wide = [line for line in text.splitlines() if len(line.rstrip()) > columns and not line.startswith("database ")]
+    return not too_wide and "…" not in text
+
+
+def row(device):
+    problem = Problem(n=40, k=64)
+    kernel = registry.get("fake_good")
+    config = kernel.default_config(device, problem, 1)
+    return Measurement(
+        device=device,
+        environment=environment(),
+        problem=problem,
+        kernel=kernel.name,
+        config=config.to_json(),
+        layout="checkpoint",
+        implementation=implementation_hash(kernel),
+        m=1,
+        status="ok",
+        p50_us=7.5,
+    )
+
+
+@pytest.fixture
+def two_devices(tmp_path):
+    path = tmp_path / "two.db"
+    with Store.open(path) as store:
+        store.add([row(fake_device("Fake 3000")), row(fake_device("Fake 4000"))])
+    return path
+
+
+def test_the_summary_has_a_line_for_every_problem_at_any_width(tuned, run, columns):
+    done = run("inspect", "--db", tuned.path, columns=columns)
+    assert done.code == 0 and done.err == ""
+    assert fits(done.out, columns)
+    for words in ("gemm 40x64 bf16", "fake_good 1+", "1 wrong", "bf16", "checkpoint"):
+        assert words in done.out
+
+
+def test_one_problem_at_any_width(tuned, run, columns):
+    done = run("inspect", "40x64", "--db", tuned.path, "--roofline", "10,0.1", columns=columns)
+    assert done.code == 0 and done.err == ""
+    assert fits(done.out, columns)
+    for words in ("delay_us=0", "fake_good", "runner-up", "of limit", "untuned", "failed: 1 wrong"):
+        assert words in done.out
+
+
+def test_one_problem_as_json(tuned, run):
+    done = run("inspect", "40,64", "--db", tuned.path, "--roofline", "10,0.1", "--json")
+    report = msgspec.json.decode(done.out, type=ProblemReport)
+    assert report.problem == Problem(n=40, k=64)
+    assert report.device == describe("cpu")
+    assert {at.m for at in report.anchors} >= {1, 8}
+    assert all(at.of_roofline > 0 for at in report.anchors)
+    assert report.plan.intervals()[-1].m_hi is None
+
+
+def test_the_roofline_can_be_measured(tuned, run):
+    report = msgspec.json.decode(
+        run("inspect", "40,64", "--db", tuned.path, "--roofline", "measure", "--json").out, type=ProblemReport
+    )
+    assert all(0 < at.of_roofline < 2 for at in report.anchors)
+
+
+def test_all_problems_as_json(tuned, run):
+    found = msgspec.json.decode(run("inspect", "--db", tuned.path, "--json").out, type=tuple[Summary, ...])
+    assert [line.problem for line in found] == [Problem(n=40, k=64)]
+
+
+def test_why_a_kernel_was_not_chosen(tuned, run, columns):
+    done = run("inspect", "40x64", "--why", "fake_trouble", "--db", tuned.path, columns=columns)
+    assert done.code == 0 and fits(done.out, columns)
+    assert "distrusted" in done.out and "what=zeros" in done.out and "wrong at M" in " ".join(done.out.split())
+
+
+def test_why_as_json_for_one_config(tuned, run):
+    arguments = ("--why", "fake_good", "--config", '{"delay_us": 3000, "small_m": false}', "--json")
+    answer = msgspec.json.decode(run("inspect", "40x64", *arguments, "--db", tuned.path).out, type=Why)
+    (fate,) = answer.candidates
+    assert fate.outcome == "lost" and all(at.slower > 0 for at in fate.at if at.slower is not None)
+
+
+def test_every_kernel_has_a_verdict_without_a_database(run, columns, tmp_path):
+    done = run("inspect", "40x64", "--kernels", "--db", tmp_path / "none.db", columns=columns)
+    assert done.code == 0 and fits(done.out, columns)
+    assert all(kernel.name in done.out for kernel in registry.kernels("gemm"))
+    assert not (tmp_path / "none.db").exists()
+    verdicts = {one["kernel"]: one for one in json.loads(run("inspect", "40x64", "--kernels", "--json").out)}
+    assert verdicts["fake_good"]["ok"] and verdicts["fake_good"]["configs"] == 6
+
+
+def test_kernels_for_a_device_of_the_database(run, tmp_path):
+    card = Device(kind="cuda", name="Card 1", capability=(9, 0), units=8, smem_bytes=1 << 17)
+    with Store.open(tmp_path / "t.db") as store:
+        store.add([row(card)])
+    found = json.loads(
+        run("inspect", "40x64", "--kernels", "--device-name", "card", "--db", tmp_path / "t.db", "--json").out
+    )
+    assert {one["kernel"]: one["reason"] for one in found}["fake_good"] == "fakes run on the CPU"
+
+
+def test_a_device_is_chosen_by_a_part_of_its_name(two_devices, run):
+    done = run("inspect", "40x64", "--device-name", "fake 4", "--db", two_devices, "--json")
+    assert msgspec.json.decode(done.out, type=ProblemReport).device.name == "Fake 4000"
+    assert "Fake 3000" not in run("inspect", "--device-name", "4000", "--db", two_devices).out
+    assert "no plan" in run("inspect", "40x64", "--device-name", "4000", "--db", two_devices).out
+
+
+@pytest.mark.parametrize("arguments", [("40x64",), ("40x64", "--device-name", "fake"), ("--device-name", "x")])
+def test_a_device_that_is_not_clear_is_refused_with_all_names(two_devices, run, arguments):
+    done = run("inspect", *arguments, "--db", two_devices)
+    assert done.code == 2
+    assert "Fake 3000" in done.err and "Fake 4000" in done.err
+
+
+def test_a_problem_that_was_not_measured(tuned, run):
+    done = run("inspect", "64x64", "--db", tuned.path)
+    assert done.code == 1
+    assert "gemm 40x64 bfloat16" in done.err and "nvfp4 tune --shape 64,64" in done.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--why", "fake_good"), ("--kernels",), ("--roofline", "measure"), ("40x64", "--config", "{}"), ("40x64x3",)],
+)
+def test_options_that_do_not_fit_together(tuned, run, arguments):
+    done = run("inspect", *arguments, "--db", tuned.path)
+    assert done.code == 2 and done.out == ""
+
+
+@pytest.mark.parametrize("text", ["fast", "1", "0,1", "nan,1", "1,inf", "1,2,3"])
+def test_a_roofline_that_is_none(tuned, run, text):
+    done = run("inspect", "40x64", "--roofline", text, "--db", tuned.path)
+    assert done.code == 2 and "GBPS,TFLOPS" in done.err
+
+
+def test_a_missing_or_damaged_database_is_one_message(run, tmp_path):
+    path = tmp_path / "t.db"
+    done = run("inspect", "--db", path)
+    assert done.code == 1 and "run `nvfp4 tune`" in done.err and done.err.count("\n") == 1
+    path.write_bytes(b"x" * 5000)
+    done = run("inspect", "--db", path)
+    assert done.code == 1 and "not a database" in done.err and done.err.count("\n") == 1
+    assert path.read_bytes() == b"x" * 5000
+
+
+def test_an_empty_database(run, tmp_path):
+    Store.open(tmp_path / "t.db").close()
+    done = run("inspect", "--db", tmp_path / "t.db")
+    assert done.code == 0 and "run `nvfp4 tune`" in done.out
+    assert run("inspect", "40x64", "--db", tmp_path / "t.db").code == 1
+
+
+def test_warmup_binds_what_was_tuned(tuned, run):
+    done = run("warmup", "--device", "cpu", "--db", tuned.path, NVFP4_DB=str(tuned.path))
+    assert done.code == 0 and "gemm 40x64 bf16" in done.out
+    assert "warning" not in done.err
+
+
+def test_warmup_of_an_untuned_shape_warns_and_prints_json(run, tmp_path):
+    done = run("warmup", "--shape", "24,32", "--device", "cpu", "--json", NVFP4_DB=str(tmp_path / "no.db"))
+    (warm,) = json.loads(done.out)
+    assert (warm["problem"]["n"], warm["layout"]) == (24, "checkpoint")
+    assert "nvfp4 tune --shape 24,32" in done.err
+
+
+def test_warmup_of_a_database_without_plans_for_this_device(two_devices, run):
+    done = run("warmup", "--device", "cpu", "--db", two_devices, NVFP4_DB=str(two_devices))
+    assert done.code == 1 and "has no plan for" in done.err
+
+
+def test_env_at_any_width(tuned, run, columns):
+    done = run("env", "--db", tuned.path, columns=columns)
+    assert done.code == 0 and fits(done.out, columns)
+    assert "1 plan, 1 problem measured" in done.out and "fake_good" in done.out
+
+
+@pytest.mark.parametrize("state", ["ok", "missing", "corrupt", "foreign"])
+def test_env_tells_the_state_of_the_database(run, tmp_path, state):
+    path = tmp_path / "t.db"
+    if state == "ok":
+        Store.open(path).close()
+    elif state == "corrupt":
+        path.write_bytes(b"x" * 5000)
+    elif state == "foreign":
+        with sqlite3.connect(path) as connection:
+            connection.execute("CREATE TABLE other (a)")
+    done = run("env", "--json", "--db", path)
+    report = json.loads(done.out)
+    assert done.code == 0
+    assert report["database"]["state"] == state
+    assert report["devices"]["cpu"]["kind"] == "cpu"
+    assert report["versions"]["torch"]

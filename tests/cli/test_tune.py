@@ -1,0 +1,129 @@
+"""`nvfp4 tune` as a command: what it says, where, and its exit codes."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from nvfp4.cache.store import Store
+
+pytestmark = pytest.mark.usefixtures("fakes_everywhere")
+
+TINY = ("tune", "--shape", "40,64", "--m", "1", "--device", "cpu", "--quick")
+
+
+def test_a_tuning_says_what_it_does_on_stderr_and_what_came_out_on_stdout(tuned):
+    assert tuned.said.code == 0
+    assert f"database  {tuned.path}" in tuned.said.err
+    assert "[1/1] gemm 40x64 bf16: 7 candidates" in tuned.said.err
+    assert "failed: 1 wrong" in tuned.said.err
+    assert "fake_good 1+" in tuned.said.out
+    assert "1 wrong" in tuned.said.out
+    assert "measurements in" in tuned.said.out
+
+
+def test_a_second_run_measures_nothing_and_json_is_one_event_a_line(tuned, run):
+    again = run(*tuned.arguments, "--json")
+    assert again.code == 0
+    events = [json.loads(line) for line in again.out.splitlines()]
+    kinds = [event["type"] for event in events]
+    assert kinds[0] == "tuning_started" and kinds[-1] == "tuning_finished"
+    assert events[-1]["measured"] == 0
+    (finished,) = (event for event in events if event["type"] == "problem_finished")
+    assert finished["plan"]["layout"] == "checkpoint"
+    assert again.err == ""
+
+
+def test_without_a_winner_it_ends_with_4_and_a_damaged_database_is_moved_aside(run, tmp_path):
+    path = tmp_path / "t.db"
+    path.write_bytes(b"not a database" * 100)
+    done = run(*TINY, "--kernel", "fake_trouble", "--db", path)
+    assert done.code == 4
+    assert "1 problem has no winner" in done.out
+    (kept,) = tmp_path.glob("t.db.corrupt-*")
+    assert str(kept) in done.err
+    assert "no winner (1 wrong)" in done.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((), "name what to tune"),
+        (("--shape", "40"), "N,K such as 4096,14336"),
+        (("--shape", "40,63"), "multiple of 16"),
+        (("--model", "no such model"), "no shipped model has this name"),
+        (("--config", "no/such/folder"), "no/such/folder"),
+        (("--shape", "40,64", "--m", "0"), "values of M"),
+        (("--shape", "40,64", "--tp", "0"), "--tp"),
+        (("--shape", "40,64", "--budget", "soon"), "not a duration"),
+        (("--shape", "40,64", "--budget", "0s"), "not a duration"),
+        (("--shape", "40,64", "--device", "mps"), "neither cpu nor cuda"),
+        (("--shape", "40,64", "--kernel", "nobody", "--device", "cpu"), "unknown kernels"),
+        (("--shape", "40,64", "--dtype", "float32"), "bfloat16"),
+        (("--no-such-option",), "No such option"),
+    ],
+)
+def test_what_makes_no_sense_is_one_message_and_code_2(run, arguments, words):
+    done = run("tune", *arguments)
+    assert done.code == 2
+    assert words in " ".join(done.err.replace("│", " ").split())
+    assert "Traceback" not in done.err and done.out == ""
+
+
+def test_a_device_that_is_not_there_is_code_3(run, tmp_path):
+    absent = f"cuda:{torch.cuda.device_count()}" if torch.cuda.is_available() else "cuda"
+    done = run("tune", "--shape", "40,64", "--device", absent, "--db", tmp_path / "t.db")
+    assert done.code == 3
+    assert done.err.splitlines()[-1].startswith("error: no ")
+
+
+def test_a_database_in_use_is_code_1_and_names_who_has_it(run, tmp_path):
+    with Store.open(tmp_path / "t.db"):
+        done = run(*TINY, "--db", tmp_path / "t.db")
+    assert done.code == 1
+    assert f"process {os.getpid()}" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_models_are_listed(run):
+    done = run("tune", "--list-models")
+    assert done.code == 0 and "Llama-3.1-8B" in done.out.splitlines()
+
+
+def test_what_is_left_out_of_a_model_is_one_line(run, tmp_path):
+    with Store.open(tmp_path / "t.db"):  # so that it ends before it measures
+        done = run("tune", "--model", "qwen3-30b-a3b", "--device", "cpu", "--db", tmp_path / "t.db")
+    first = done.err.splitlines()[0]
+    assert first.startswith("warning: ") and "expert layers are left out" in first
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_what_was_measured_and_ends_with_130(tmp_path):
+    path = tmp_path / "t.db"
+    command = [
+        sys.executable,
+        "-m",
+        "nvfp4",
+        "tune",
+        "--shape",
+        "40,64",
+        "--device",
+        "cpu",
+        "--db",
+        str(path),
+        "--json",
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    for line in process.stdout:
+        if json.loads(line)["type"] == "measured":
+            process.send_signal(signal.SIGINT)
+            break
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    with Store.open(path, readonly=True) as store:
+        saved = len(list(store.all_measurements()))
+    assert saved >= 1
+    assert err.splitlines()[-1] == f"interrupted: {saved} measurements are saved; the same command goes on"
