@@ -10,6 +10,7 @@ Under TRITON_INTERPRET=1 the launch runs Triton's interpreter on CPU tensors ins
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..errors import BuildError, message
@@ -32,6 +33,8 @@ def interpreting() -> bool:
 
 class TritonLaunch:
     """One compiled Triton kernel.
+
+    Equal launches of one process share their compiled code, so that a config costs nothing for the next problem.
 
     Parameters
     ----------
@@ -71,56 +74,35 @@ class TritonLaunch:
         self._kernel = kernel
         self._constants = dict(constants)
         self._interpret = interpreting()
+        self._loaded: tuple[Any, Any, int] | None = None
         if self._interpret:
             return
-        import triton
-        from triton.backends.compiler import GPUTarget
-        from triton.compiler import ASTSource
-
-        names = kernel.arg_names
-        types = {name: signature.get(name, "constexpr") for name in names}
-        aligned = [n for n, t in signature.items() if t.startswith("*") or n in divisible]
-        source = ASTSource(
-            kernel, types, self._constants, {(names.index(n),): [["tt.divisibility", 16]] for n in aligned}
-        )
-        major, minor = device.capability
-        try:
-            self.compiled = triton.compile(
-                source,
-                target=GPUTarget("cuda", 10 * major + minor, 32),
-                options={"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": after_pdl},
-            )
-        except Exception as error:  # Triton raises many kinds, and plain RuntimeError from its passes
-            cause: BaseException = error
-            while cause.__cause__ is not None:  # the outermost names the call, the innermost the fault
-                cause = cause.__cause__
-            raise BuildError(
-                message(f"{kernel.__name__} did not compile for {device.arch}", got=f"{type(cause).__name__}: {cause}")
-            ) from error
+        types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
+        aligned = tuple(name for name, type_ in signature.items() if type_.startswith("*") or name in divisible)
+        options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": after_pdl}
+        self._source = (kernel, device.capability, tuple(types.items()), tuple(constants.items()), aligned)
+        self._options = tuple(options.items())
+        self.compiled = _compiled(self._source, self._options)
         # Constants come last in every kernel here, and the launcher skips them by their type.
-        self._tail = tuple(self._constants[name] for name in names if types[name] == "constexpr")
-        self._function = 0
+        self._tail = tuple(self._constants[name] for name, type_ in types.items() if type_ == "constexpr")
 
-    def _load(self) -> None:
-        compiled = self.compiled
-        self._run = compiled.run  # loads the module on the current device
-        self._packed = compiled.packed_metadata
-        self._function = compiled.function
-
-    def __call__(self, grid: tuple[int, int, int], stream: int, *args: int) -> None:
-        """Launch on a stream; pointers are passed as `data_ptr()` integers."""
-        if not self._function:
-            self._load()
-        self._run(*grid, stream, self._function, self._packed, None, None, None, *args, *self._tail)
-
-    def interpret(self, grid: tuple[int, int, int], *args: Tensor | int) -> None:
-        """Run on CPU tensors."""
-        self._kernel[grid](*args, **self._constants)
+    def _load(self, index: int) -> tuple[Any, Any, int]:
+        key = (self._source, self._options, index)
+        if key not in _on_device:
+            # A compiled kernel loads itself onto one device only: another device takes a copy from the disk cache.
+            compiled = self.compiled if self.compiled.module is None else _compile(self._source, self._options)
+            run = compiled.run
+            _on_device[key] = (run, compiled.packed_metadata, compiled.function)
+        self._loaded = _on_device[key]
+        return self._loaded
 
     def launch(self, grid: tuple[int, int, int], *args: Tensor | int) -> None:
-        """Launch with tensors and integers on the current stream of the tensors' device, or interpret."""
+        """Launch with tensors and integers on the current stream of the tensors' device, or interpret.
+
+        One object serves one device: the first that it is launched on.
+        """
         if self._interpret:
-            self.interpret(grid, *args)
+            self._kernel[grid](*args, **self._constants)
             return
         import torch
 
@@ -129,5 +111,41 @@ class TritonLaunch:
             with torch.cuda.device(index):
                 self.launch(grid, *args)
             return
+        run, packed, function = self._loaded or self._load(index)
         stream = torch._C._cuda_getCurrentRawStream(index)
-        self(grid, stream, *[a if isinstance(a, int) else a.data_ptr() for a in args])
+        pointers = [a if isinstance(a, int) else a.data_ptr() for a in args]
+        run(*grid, stream, function, packed, None, None, None, *pointers, *self._tail)
+
+
+_Source = tuple[Any, tuple[int, int], tuple[tuple[str, str], ...], tuple[tuple[str, Any], ...], tuple[str, ...]]
+_Options = tuple[tuple[str, Any], ...]
+
+_on_device: dict[tuple[_Source, _Options, int], tuple[Any, Any, int]] = {}  # launcher, metadata, function
+
+
+@cache
+def _compiled(source: _Source, options: _Options) -> Any:
+    return _compile(source, options)
+
+
+def _compile(source: _Source, options: _Options) -> Any:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel, (major, minor), types, constants, aligned = source
+    names = kernel.arg_names
+    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    try:
+        return triton.compile(
+            ASTSource(kernel, dict(types), dict(constants), attributes),
+            target=GPUTarget("cuda", 10 * major + minor, 32),
+            options=dict(options),
+        )
+    except Exception as error:  # Triton raises many kinds, and plain RuntimeError from its passes
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # the outermost names the call, the innermost the fault
+            cause = cause.__cause__
+        raise BuildError(
+            message(f"{kernel.__name__} did not compile for sm_{major}{minor}", got=f"{type(cause).__name__}: {cause}")
+        ) from error

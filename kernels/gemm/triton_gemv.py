@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MAX_M = 8
+WORDS = 64  # of 16 k, per step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,6 @@ class TritonGemvConfig(Config):
 
     block_m: int  # tokens per tile
     block_n: int  # weight rows per tile
-    words: int  # words of 16 k per step
     split: int  # blocks along K
     stages: int  # 1: loads go to registers; more: asynchronous copies that many steps ahead
     warps: int
@@ -54,12 +54,12 @@ class TritonGemv(Kernel):
             return Verdict.no(f"serves M up to {MAX_M}, not {m}")
         if not m <= c.block_m < 2 * m:
             return Verdict.no(f"tiles of {c.block_m} tokens do not fit M = {m}")
-        words_held = c.block_n * c.words // (32 * c.warps)
+        words_held = c.block_n * WORDS // (32 * c.warps)
         if not 2 <= words_held <= 16:
             return Verdict.no(f"a thread would hold {words_held} words of 16 weights; 2 to 16 fit its registers")
-        if (need := (c.stages - 1) * c.words * (9 * c.block_n + 32 * c.block_m) + 2048) > device.smem_bytes:
+        if (need := (c.stages - 1) * WORDS * (9 * c.block_n + 32 * c.block_m) + 2048) > device.smem_bytes:
             return Verdict.no(f"needs {need} bytes of shared memory, the device has {device.smem_bytes}")
-        return valid_split(device, problem, m, c, step=16 * c.words)
+        return valid_split(device, problem, m, c, step=16 * WORDS)
 
     def space(self, device: Device, problem: Problem) -> Space[TritonGemvConfig]:
         """Tile shapes, splits, stages and warps."""
@@ -68,7 +68,6 @@ class TritonGemv(Kernel):
             {
                 "block_m": (1, 2, 4, 8),
                 "block_n": (4, 8, 16),
-                "words": (64, 128),
                 "split": (1, 2),
                 "stages": (2, 3),
                 "warps": (2, 4),
@@ -79,13 +78,13 @@ class TritonGemv(Kernel):
         """Steps of 1024 k, copied ahead; fewer rows a block where there are few. Measured on an H200 (2026-11)."""
         block_m = next((b for b in (1, 2, 4, 8) if m <= b), 8)
         block_n = 4 if problem.n <= 32 * device.units else 8
-        return TritonGemvConfig(block_m=block_m, block_n=block_n, words=64, split=1, stages=3, warps=2)
+        return TritonGemvConfig(block_m=block_m, block_n=block_n, split=1, stages=3, warps=2)
 
     def build(self, device: Device, problem: Problem, config: TritonGemvConfig) -> Launcher:
         """Compile for the device, for this K's alignment and x's dtype; N, K, M and the split stay run-time values."""
         from ._triton_gemv_device import gemv
 
-        return _Launch(gemv, device, problem, config, warps=config.warps, stages=config.stages, WORDS=config.words)
+        return _Launch(gemv, device, problem, config, warps=config.warps, stages=config.stages, WORDS=WORDS)
 
     def source_files(self) -> tuple[Path, ...]:
         """Device code, its shared functions, and this file: its constants are compiled in."""

@@ -32,7 +32,6 @@ class TwoPassConfig(Config):
 
     chunk_mib: int  # 16-bit weights per chunk; 0: all rows at once
     block_words: int  # words of 8 codes per block
-    warps: int
 
 
 class TwoPass(Kernel):
@@ -60,13 +59,11 @@ class TwoPass(Kernel):
 
     def space(self, device: Device, problem: Problem) -> Space[TwoPassConfig]:
         """Chunk sizes around half of an L2, and block shapes."""
-        return Space(
-            TwoPassConfig, {"chunk_mib": (0, 16, 32, 64, 256), "block_words": (512, 1024, 2048), "warps": (4, 8)}
-        )
+        return Space(TwoPassConfig, {"chunk_mib": (0, 16, 32, 64, 256), "block_words": (512, 1024)})
 
     def default_config(self, device: Device, problem: Problem, m: int) -> TwoPassConfig:
         """All rows at once where scratch allows."""
-        configs = [TwoPassConfig(chunk_mib=mib, block_words=1024, warps=4) for mib in (0, 256)]
+        configs = [TwoPassConfig(chunk_mib=mib, block_words=512) for mib in (0, 256)]
         return next((c for c in configs if self.is_valid(device, problem, c, m)), configs[-1])
 
     def build(self, device: Device, problem: Problem, config: TwoPassConfig) -> Launcher:
@@ -105,7 +102,6 @@ class _Launch:
             device,
             signature={"weight_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": dtype, "total": "i64"},
             constants={"BLOCK": config.block_words},
-            num_warps=config.warps,
         )
 
         pointers = {"acc_ptr": "*fp32", "global_scale_ptr": "*fp32", "bias_ptr": dtype}

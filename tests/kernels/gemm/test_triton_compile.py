@@ -56,7 +56,7 @@ def test_fused_neither_spills_nor_exceeds_its_prediction(device, problem, m, tmp
     assert used["stack"] == 0 if device.capability == (9, 0) else used["stack"] <= 64
 
 
-@pytest.mark.parametrize("index", range(0, 90, 13))
+@pytest.mark.parametrize("index", range(0, 60, 9))
 def test_a_sample_of_the_fused_space_on_hopper(index, tmp_path):
     from nvfp4.kernels.gemm.triton_fused import KERNEL, smem_bytes
 
@@ -84,7 +84,7 @@ def test_two_pass_does_not_spill(arch, tmp_path):
     from nvfp4.kernels.gemm.two_pass import KERNEL
 
     device = DEVICES[arch]
-    launch = KERNEL.build(device, WIDE, KERNEL.space(device, WIDE).config_type(chunk_mib=0, block_words=512, warps=4))
+    launch = KERNEL.build(device, WIDE, KERNEL.space(device, WIDE).config_type(chunk_mib=0, block_words=512))
     for compiled in (launch.dequantise, launch.finish):
         assert resources(compiled, tmp_path)["stack"] == 0
 
