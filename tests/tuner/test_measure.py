@@ -246,3 +246,18 @@ def test_a_message_fits_a_line_that_a_pipe_takes_whole(text):
     short = shorten(text)
     assert text.startswith(short) and len(msgspec.json.encode(short)) <= 1500
     assert len(text) > 1500 or short == text
+
+
+@pytest.mark.parametrize(
+    ("copies", "launch_us", "launches"),
+    [
+        (20, 10.0, 40),  # fast kernels: whole turns of at least 24 launches
+        (3, 300.0, 6),  # as many turns as the time of a screen holds
+        (3, 2000.0, 3),  # one turn at least
+        (3, 9000.0, 1),  # unless that takes far longer than a screen
+    ],
+)
+def test_a_replay_takes_about_as_long_as_a_screen(copies, launch_us, launches):
+    from nvfp4.tuner.measure import _count
+
+    assert _count(copies, launch_us, 2500.0, "cuda") == launches
