@@ -176,7 +176,12 @@ def main() -> None:
         ]
         ms = parse_ms(options.m)
         bench = Bench(place, timer, problem, ms)
-        entry: dict[str, Any] = {"n": problem.n, "k": problem.k, "dtype": options.dtype, "weight_bytes": problem.weight_bytes}
+        entry: dict[str, Any] = {
+            "n": problem.n,
+            "k": problem.k,
+            "dtype": options.dtype,
+            "weight_bytes": problem.weight_bytes,
+        }
         if place.type == "cuda":
             copies = bench.inputs.copies("checkpoint")
             blobs = [torch.cat([w.data.view(-1), w.scale.view(-1)]) for w in copies if w.scale is not None]

@@ -60,7 +60,9 @@ def test_conforms(name, problem, config, m):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", [k for k in registry.kernels("gemm") if "triton" in k.packages], ids=lambda k: k.name)
+@pytest.mark.parametrize(
+    "kernel", [k for k in registry.kernels("gemm") if "triton" in k.packages], ids=lambda k: k.name
+)
 def test_every_code_and_scale_is_exact(kernel, dtype):
     conformance.check_exact(kernel, describe("cuda"), torch.device("cuda"), dtype)
     conformance.check_exact(
