@@ -1,6 +1,7 @@
 """Runs commands as a user would; a small database tuned with fake kernels."""
 
 import os
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -24,8 +25,8 @@ def run():
     return invoke
 
 
-@pytest.fixture(scope="session")
-def fakes_everywhere():
+@contextmanager
+def installed_fakes():
     """The fake kernels are in the registry of this process and of its children."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NVFP4_KERNELS", "nvfp4.testing.fakes")
@@ -36,13 +37,20 @@ def fakes_everywhere():
     registry.refresh()
 
 
+@pytest.fixture
+def fakes():
+    with installed_fakes():
+        yield
+
+
 @pytest.fixture(scope="session")
-def tuned(fakes_everywhere, tmp_path_factory):
+def tuned(tmp_path_factory):
     """A database with one problem, tuned by the command, and what the command said."""
     path = tmp_path_factory.mktemp("tuned") / "t.db"
     arguments = ("tune", "--shape", "40,64", "--m", "1,8", "--device", "cpu", "--quick", "--db", path)
     arguments += ("--kernel", "fake_good", "--kernel", "fake_trouble")
-    said = invoke(*arguments)
+    with installed_fakes():
+        said = invoke(*arguments)
     return SimpleNamespace(path=path, said=said, arguments=arguments)
 
 

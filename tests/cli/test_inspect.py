@@ -16,7 +16,7 @@ from nvfp4.kernels.kernel import implementation_hash
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing.fakes import fake_device
 
-pytestmark = pytest.mark.usefixtures("fakes_everywhere")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 
 def fits(text, columns):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from nvfp4.cache.store import Store
 
-pytestmark = pytest.mark.usefixtures("fakes_everywhere")
+pytestmark = pytest.mark.usefixtures("fakes")
 
 TINY = ("tune", "--shape", "40,64", "--m", "1", "--device", "cpu", "--quick")
 
