@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sqlite3
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -22,7 +23,7 @@ _DO = {
     "missing": "run `nvfp4 tune`, or name another file in NVFP4_DB",
     "corrupt": "`nvfp4 tune` moves it aside and starts a fresh one",
     "newer": "update nvfp4, or name another file in NVFP4_DB",
-    "foreign": "it belongs to another program: name another file in NVFP4_DB",
+    "foreign": "name another file in NVFP4_DB",
     "readonly": "give this user write permission on the file and its folder, or name another file in NVFP4_DB",
     "unreadable": "give this user read permission, or name another file in NVFP4_DB",
     "locked": "wait until the other process is done",
@@ -86,16 +87,19 @@ def _reason(error: sqlite3.Error, path: Path) -> str:
 
 
 def inspect_file(path: Path) -> bytes:
-    """The file's header; raises what can be seen without SQLite: no file, a folder, no permission, a file cut short.
+    """The file's header; raises what can be seen without SQLite: no file, a folder or a
+    device, no permission, a file cut short.
 
     Raises
     ------
     DatabaseError
-        With reason "missing", "corrupt" or "unreadable".
+        With reason "missing", "corrupt", "foreign" or "unreadable".
     """
     try:
         if path.is_dir():
             raise failure(path, "corrupt", "it is a folder, not a file", do="name a file in NVFP4_DB")
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
+            raise failure(path, "foreign", "it is no regular file", do="name a file in NVFP4_DB")
         size = path.stat().st_size
         with path.open("rb") as file:
             header = file.read(100)
@@ -127,8 +131,11 @@ def check_schema(connection: sqlite3.Connection, path: Path) -> bool:
         raise failure(path, "io", f"SQLite {sqlite3.sqlite_version} is too old", do="use a Python with SQLite 3.37")
     version = connection.execute("PRAGMA user_version").fetchone()[0]
     application = connection.execute("PRAGMA application_id").fetchone()[0]
-    tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-    if not tables - {"_sqlite_migrations", "sqlite_sequence"}:
+    listed = connection.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'view')")
+    tables = {row[0] for row in listed} - {"_sqlite_migrations", "sqlite_sequence"}
+    if application not in (0, APPLICATION_ID):
+        raise failure(path, "foreign", "it belongs to another program", got=f"application_id {application}")
+    if not tables:
         return False
     if application != APPLICATION_ID:
         raise failure(path, "foreign", "it holds other tables", got=", ".join(sorted(tables)[:4]))

@@ -56,7 +56,7 @@ class Store:
             Its `reason` says which: "missing" (only when `readonly`), "corrupt", "newer", "foreign", "readonly",
             "unreadable", "locked", "full" or "io".
         """
-        path = default_path() if path is None else Path(path)
+        path = _real_path(path)
         if readonly:
             return cls(path, connect_reader(path), None)
         lock = _lock(path, wait_s)
@@ -252,7 +252,7 @@ def open_or_set_aside(path: Path | None = None, *, wait_s: float = 0.0) -> tuple
     DatabaseError
         As for `Store.open`.
     """
-    path = default_path() if path is None else Path(path)
+    path = _real_path(path)
     lock = _lock(path, wait_s)
     try:
         try:
@@ -265,6 +265,11 @@ def open_or_set_aside(path: Path | None = None, *, wait_s: float = 0.0) -> tuple
     except BaseException:
         lock.release()
         raise
+
+
+def _real_path(path: Path | None) -> Path:
+    """The file itself, not a link to it: SQLite keeps its WAL beside the file, and all names of it share one lock."""
+    return Path(os.path.realpath(default_path() if path is None else path))
 
 
 def _may_move(path: Path, reason: str) -> bool:

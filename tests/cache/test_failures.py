@@ -132,6 +132,55 @@ def test_the_database_of_another_program_is_refused_and_left_alone(db, sql, open
     assert db.read_bytes() == before
 
 
+@pytest.mark.parametrize("statement", ["PRAGMA application_id = 77", "CREATE VIEW theirs AS SELECT 1 AS one"])
+@pytest.mark.parametrize("opener", [Store.open, open_or_set_aside])
+def test_another_program_s_database_without_tables_is_refused_too(db, opener, statement):
+    with sqlite3.connect(db) as connection:
+        connection.execute(statement)
+    connection.close()
+    before = db.read_bytes()
+    with pytest.raises(DatabaseError, match="another") as caught:
+        opener(db)
+    assert caught.value.reason == "foreign"
+    assert db.read_bytes() == before
+
+
+@pytest.mark.parametrize("opener", [Store.open, open_or_set_aside, lambda path: Store.open(path, readonly=True)])
+def test_a_pipe_is_refused_without_waiting_for_its_other_end(db, opener):
+    os.mkfifo(db)
+    held = os.open(db, os.O_RDWR)
+    os.write(held, bytes(100))  # who opens it nevertheless need not wait: the test fails instead of hanging
+    try:
+        with pytest.raises(DatabaseError, match="no regular file") as caught:
+            opener(db)
+    finally:
+        os.close(held)
+    assert caught.value.reason == "foreign"
+
+
+def test_a_link_and_its_file_are_one_database(db, tmp_path, fake):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.db"
+    link.symlink_to(db)
+    with Store.open(db) as writer:
+        writer.add([fake.measurement("a", 1, 1.0)])
+        with Store.open(link, readonly=True) as reader:  # its WAL lies beside the file, not beside the link
+            assert len(list(reader.all_measurements())) == 1
+        with pytest.raises(DatabaseError, match="is writing to it"):
+            Store.open(link)
+
+
+def test_a_damaged_file_behind_a_link_is_moved_and_the_link_stays(db, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "elsewhere" / "link.db"
+    link.symlink_to(db)
+    db.write_bytes(b"damage")
+    store, kept = open_or_set_aside(link)
+    store.close()
+    assert kept is not None and kept.parent == db.parent and kept.read_bytes() == b"damage"
+    assert link.is_symlink() and db.read_bytes().startswith(b"SQLite format 3")
+
+
 @pytest.mark.parametrize("opener", [Store.open, open_or_set_aside])
 def test_a_read_only_file_is_refused_and_left_alone(open_folder, unprivileged, fake, opener):
     path = open_folder / "nvfp4.db"
