@@ -18,6 +18,7 @@ __all__ = ["ANCHORS", "Decision", "Segment", "decide"]
 ANCHORS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 
 OPEN = 1 << 31  # above every M, for comparing ranges without an end
+FAR = 1 << 20  # an M that stands for "however large" when a kernel is asked whether it is valid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +54,7 @@ def decide(
     ----------
     plan
         None when nothing was measured. Its entries may come from anywhere: those that cannot be used here (an unknown
-        kernel, a config that is not in its space or not valid at both ends) are replaced by defaults.
+        kernel, a config that is not in its space or not valid all over its range) are replaced by defaults.
     broken
         Kernels that must not be chosen, with the reason.
 
@@ -126,7 +127,7 @@ def _from_interval(
     config = kernel.parse_config(device, problem, interval.config)
     if config is None:
         return f"{where} has no config {interval.config}"
-    for m in _ends(interval.m_lo, interval.m_hi):
+    for m in _probes(interval.m_lo, interval.m_hi):
         verdict = kernel.is_valid(device, problem, config, m)
         if not verdict:
             return f"{where} refuses M = {m}: {verdict.reason}"
@@ -172,19 +173,21 @@ def _defaults(
 def _default_config(
     device: Device, problem: Problem, kernel: Kernel, start: int, end: int | None, refusals: dict[str, str]
 ) -> Any | None:
-    """The kernel's default for one of the ends that is valid at both; None, with the reason noted, if there is none."""
-    ends = _ends(start, end)
-    for at in ends:
+    """The kernel's default for one M of the range that is valid all over it; None, with the reason noted, without one."""
+    probes = _probes(start, end)
+    for at in probes:
         config = kernel.default_config(device, problem, at)
-        verdicts = [kernel.is_valid(device, problem, config, m) for m in ends]
+        verdicts = [kernel.is_valid(device, problem, config, m) for m in probes]
         if all(verdicts):
             return config
         refusals.setdefault(kernel.name, next(verdict.reason for verdict in verdicts if not verdict))
     return None
 
 
-def _ends(m_lo: int, m_hi: int | None) -> tuple[int, ...]:
-    return (m_lo,) if m_hi is None or m_hi == m_lo else (m_lo, m_hi)
+def _probes(m_lo: int, m_hi: int | None) -> tuple[int, ...]:
+    """Where a candidate must be valid to serve a range: at both ends, and at the anchors inside."""
+    last = max(m_lo, FAR) if m_hi is None else m_hi
+    return tuple(sorted({m_lo, last, *(m for m in ANCHORS if m_lo < m < last)}))
 
 
 def _distance(kernel: Kernel, m: int) -> tuple[int, int]:

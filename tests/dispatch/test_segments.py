@@ -9,7 +9,7 @@ from nvfp4.dispatch.segments import decide
 from nvfp4.errors import Unsupported
 from nvfp4.kernels import registry
 from nvfp4.kernels.device import describe
-from nvfp4.kernels.problem import Problem
+from nvfp4.kernels.problem import YES, Problem, Verdict
 
 PROBLEM = Problem(n=32, k=64)
 
@@ -92,6 +92,28 @@ def test_foreign_entries_are_replaced_by_defaults(install, fake, set_plan, kerne
     decision = choose(plan)
     assert table_of(decision) == [(1, 8, "a", 64), (9, 64, "a", 16), (65, None, "a", 32)]
     assert len(decision.ignored) == 1 and reason in decision.ignored[0]
+
+
+def test_an_entry_that_goes_on_for_ever_must_be_valid_far_beyond_its_beginning(install, fake, set_plan):
+    install(fake("a"), fake("small", m_max=1024, made_for=((4096, None),)))
+    decision = choose(set_plan(PROBLEM, checkpoint=[(1, None, "small", 64)]))
+    assert {name for *_, name, _ in table_of(decision)} == {"a"}
+    assert "refuses M = 1536: takes at most 1024" in decision.ignored[0]
+
+
+def test_an_entry_must_be_valid_inside_its_range_too(install, fake, set_plan):
+    holed = fake("holed", made_for=((4096, None),))
+    holed.is_valid = lambda device, problem, config, m: Verdict.no("not 30 to 40") if 30 <= m <= 40 else YES
+    install(fake("a"), holed)
+    rows = [(1, 64, "holed", 64), (65, None, "holed", 32)]
+    decision = choose(set_plan(PROBLEM, checkpoint=rows))
+    assert table_of(decision) == [(1, 64, "a", 16), (65, None, "holed", 32)]
+    assert "refuses M = 32: not 30 to 40" in decision.ignored[0]
+
+
+def test_a_default_that_goes_on_for_ever_must_be_valid_far_beyond_its_beginning(install, fake):
+    install(fake("a"), fake("small", m_max=100_000, made_for=((4096, None),)))
+    assert table_of(choose()) == [(1, 4095, "a", 16), (4096, 8191, "small", 16), (8192, None, "a", 16)]
 
 
 @pytest.mark.parametrize(
