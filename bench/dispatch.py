@@ -5,7 +5,7 @@
 Subjects are called in turns, so that they meet the same clocks and noise, and each call is timed alone; the figure is
 the median, less that of an empty function. With `noop` every kernel is replaced by an empty launcher; with `bound` the
 kernel that the table chose runs (its time on the GPU is not counted: launches return at once, and the queue is drained
-between rounds).
+between rounds). `trivial_op` is torch's share: an op of the same schema that checks nothing, allocates and launches.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from nvfp4.dispatch import table
 from nvfp4.kernels.device import describe
 
 ROUNDS_PER_DRAIN = 50
+LIBRARIES: list[Any] = []  # an op lives as long as its library
 
 
 def nothing(*_: object) -> None:
@@ -55,6 +56,35 @@ def median_us(subjects: dict[str, Callable[[], object]], calls: int, drain: Call
     return {name: round(median - timer, 3) for name, median in medians.items()}
 
 
+def trivial_op(m: int, n: int, launcher: Callable[..., None]) -> Callable[..., torch.Tensor]:
+    """An op with the schema of nvfp4::gemm that allocates [m, n] and launches."""
+    library: Any = torch.library.Library("nvfp4_bench", "FRAGMENT")
+    name = f"trivial_{len(LIBRARIES)}"
+    LIBRARIES.append(library)
+    schema = str(torch.ops.nvfp4.gemm.default._schema).removeprefix("nvfp4::gemm")
+    library.define(name + schema)
+
+    def run(
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        weight_scale: torch.Tensor | None,
+        weight_scale_2: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        pre_quant_scale: torch.Tensor | None = None,
+        **_: object,
+    ) -> torch.Tensor:
+        out = x.new_empty((m, n))
+        launcher(x, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, out)
+        return out
+
+    library.impl(name, run, "CPU")
+    library.impl(name, run, "CUDA")
+    library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    op: Callable[..., torch.Tensor] = getattr(torch.ops.nvfp4_bench, name).default
+    return op
+
+
 def measure(device: torch.device, *, m: int, n: int, k: int, calls: int, launcher: str) -> dict[str, Any]:
     """One row of the result."""
     weight, scale, gs = nvfp4.quantize(torch.randn(n, k, device=device))
@@ -70,20 +100,25 @@ def measure(device: torch.device, *, m: int, n: int, k: int, calls: int, launche
     bare = launchers[sum(m > upper for upper in uppers)]
     out = torch.empty(m, n, dtype=x.dtype, device=device)
     data, scale_bytes, global_scale = packed.data, packed.scale, packed.global_scale
-    op = torch.ops.nvfp4.gemm.default
+    op, trivial = torch.ops.nvfp4.gemm.default, trivial_op(m, n, bare)
+    # Memory of its own: nobody calls one weight with two kinds of scales in turns.
+    raw = (weight.clone(), scale.clone(), gs.clone())
+    x_3d = x.view(1, m, k)
     medians = median_us(
         {
             "empty": lambda: torch.empty((m, n), dtype=x.dtype, device=device),
             "launcher": lambda: bare(x, data, scale_bytes, global_scale, None, None, out),
+            "trivial_op": lambda: trivial(x, data, scale_bytes, global_scale),
             "op": lambda: op(x, data, scale_bytes, global_scale),
-            "op_checkpoint_tensors": lambda: op(x, weight, scale, gs),
+            "op_checkpoint_tensors": lambda: op(x, *raw),
             "gemm_weight": lambda: nvfp4.gemm(x, packed),
+            "gemm_weight_3d": lambda: nvfp4.gemm(x_3d, packed),
         },
         calls,
         torch.cuda.synchronize if device.type == "cuda" else nothing,
     )
     floor = medians["empty"] + medians["launcher"]
-    over = {name: round(medians[name] - floor, 3) for name in ("op", "op_checkpoint_tensors", "gemm_weight")}
+    over = {name: round(us - floor, 3) for name, us in medians.items() if name not in ("empty", "launcher")}
     return {"launcher": launcher, "m": m, "n": n, "k": k, "median_us": medians, "over_empty_and_launcher_us": over}
 
 

@@ -1,8 +1,11 @@
-"""The path of a gemm call: one key of plain values over everything that was checked, a dict look-up, a bisect on M,
-the launcher.
+"""The path of a gemm call, in two steps.
 
-Because the key holds every property that a check reads (and no identity), a tensor that takes the place of a freed one
-is checked again unless all of them are equal; and because M is not in it, the number of keys stays small.
+`gemm` serves a call that is like an earlier one: the weight's address names guards, and one of them compares all
+properties of all tensors at once. What is left is alignment, a bisect on M, the output and the launcher.
+
+Everything else goes through `_gemm`: one key of plain values over everything that was checked, and a dict look-up.
+Guard and key hold every property that a check reads (and no identity), so a tensor that takes the place of a freed one
+is checked again unless all of them are equal; and because M is not among them, their number stays small.
 
 Alignment: launchers get x, weight, weight_scale, bias, pre_quant_scale, out and a global scale per row on 16-byte
 boundaries, and rows of x that start on one. A lone global scale may lie anywhere.
@@ -11,27 +14,24 @@ boundaries, and rows of x that start on one. A lone global scale may lie anywher
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..errors import InvalidInput, message
 from ..kernels.kernel import Launcher
 from ..kernels.problem import Problem
 from ..kernels.weights.weight import is_aligned, normalize_global_scale
 from . import table
 from .checks import DTYPE_NAMES, check_gemm, check_out, check_x, refuse_grad
+from .guard import make_empty, reinterpret
+from .recent import NO_BIAS, NO_PRE_QUANT_SCALE, NO_SCALE, Call, Prepare, Recent, recent, remember, unaligned
 
 __all__ = ["gemm"]
 
-# (weight_scale, global_scale, bias, pre_quant_scale) as they came -> as launchers take them
-Prepare: TypeAlias = Callable[
-    [Tensor | None, Tensor, Tensor | None, Tensor | None], tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]
-]
-
-# key -> (N, upper ends of M, launchers, Prepare or None when all tensors can pass as they are)
-_calls: dict[tuple[Any, ...], tuple[int, tuple[int, ...], tuple[Launcher, ...], Prepare | None]] = {}
+# by every property that was checked: what runs, and what it is recognised by
+_calls: dict[tuple[Any, ...], tuple[Call, list[Recent]]] = {}
 table.on_clear(_calls.clear)
 
 _is_grad_enabled = torch.is_grad_enabled
@@ -49,6 +49,71 @@ def gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     """`nvfp4.gemm` on tensors; the implementation of the ops on every device."""
+    shape = x.shape
+    rows, m = (x, shape[0]) if len(shape) == 2 else _flatten(x)
+    scale = NO_SCALE if weight_scale is None else weight_scale
+    for is_like, its_layout, its_out_features, dtype, look, call in recent.get(weight.data_ptr(), ()):
+        # The guard compares every tensor's type, dtype, device, shape and strides with those of a call that passed all
+        # checks, and sees that x needs no gradient. What it does not read: the number of rows, the addresses (that of
+        # the weight is aligned, for only such are found), layout, out_features and out.
+        if (
+            is_like(
+                rows,
+                weight,
+                scale,
+                weight_scale_2,
+                NO_BIAS if bias is None else bias,
+                NO_PRE_QUANT_SCALE if pre_quant_scale is None else pre_quant_scale,
+            )
+            and m
+            and not (rows.data_ptr() | scale.data_ptr()) & 15
+            and not (look and unaligned(weight_scale_2, bias, pre_quant_scale))
+            and layout == its_layout
+            and out_features == its_out_features
+            and out is None
+        ):
+            n, uppers, launchers, prepare, empty = call
+            if prepare is not None:
+                weight_scale, weight_scale_2, bias, pre_quant_scale = prepare(
+                    weight_scale, weight_scale_2, bias, pre_quant_scale
+                )
+            result = empty((m, n), (n, 1), dtype)
+            launchers[bisect_left(uppers, m)](rows, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, result)
+            return result if rows is x else _unflatten(result, shape)
+    return _gemm(x, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, layout, out_features, out)
+
+
+def _flatten(x: Tensor) -> tuple[Tensor, int]:
+    """x as contiguous rows, and their number; x and 0 where that takes more than a view."""
+    elements = x.numel()
+    if not elements or not x.ndim or not x.is_contiguous() or x.requires_grad:  # an alias would hide the latter
+        return x, 0
+    k = x.shape[-1]
+    m = elements // k
+    return reinterpret(x, (m, k), (k, 1)), m
+
+
+def _unflatten(result: Tensor, shape: torch.Size) -> Tensor:
+    """result [M, N] with the leading dimensions of `shape`."""
+    n = result.shape[1]
+    if len(shape) == 3:
+        sequences, tokens, _ = shape
+        return reinterpret(result, (sequences, tokens, n), (tokens * n, n, 1))
+    return result.view(*shape[:-1], n)
+
+
+def _gemm(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    weight_scale_2: Tensor,
+    bias: Tensor | None,
+    pre_quant_scale: Tensor | None,
+    layout: str,
+    out_features: int | None,
+    out: Tensor | None,
+) -> Tensor:
+    """A call that is like none before it at this weight's address."""
     if x.requires_grad and _is_grad_enabled():
         refuse_grad()
     shape = x.shape
@@ -78,6 +143,10 @@ def gemm(
         scale_device = weight_scale.get_device()
         # One alignment for both: only if both are aligned is anything cached.
         address = weight.data_ptr() | weight_scale.data_ptr()
+    if not address and weight.numel():
+        raise InvalidInput(
+            message("weight has no memory", got="a storage that was freed", do="restore it before the call")
+        )
     key = (
         x.dtype,
         x.get_device(),
@@ -101,21 +170,25 @@ def gemm(
         layout,
         out_features,
     )
-    call = _calls.get(key)
-    if call is None:
-        call = _calls[key] = _bind(x, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, layout, out_features)
-    n, uppers, launchers, prepare = call
+    found = _calls.get(key)
+    if found is None:
+        call = _bind(x, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, layout, out_features)
+        found = _calls[key] = (call, [])
+    call, guards = found
+    n, uppers, launchers, prepare, empty = call
+    if rows.stride(0) == k:
+        remember(call, guards, rows, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, layout, out_features)
     if prepare is not None:
         weight_scale, weight_scale_2, bias, pre_quant_scale = prepare(
             weight_scale, weight_scale_2, bias, pre_quant_scale
         )
     if out is None:
-        result = rows.new_empty((m, n))
+        result = empty((m, n), (n, 1), rows.dtype)
     else:
         check_out(out, x, n)
         result = out.view(m, n)
     launchers[bisect_left(uppers, m)](rows, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, result)
-    return result if len(shape) == 2 else result.view(*shape[:-1], n)
+    return result if len(shape) == 2 else _unflatten(result, shape)
 
 
 def _key(tensor: Tensor) -> tuple[Any, ...]:
@@ -147,7 +220,7 @@ def _bind(
     pre_quant_scale: Tensor | None,
     layout: str,
     out_features: int | None,
-) -> tuple[int, tuple[int, ...], tuple[Launcher, ...], Prepare | None]:
+) -> Call:
     """Check the arguments and bind their problem."""
     n, k = check_gemm(x, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, layout, out_features)
     prepare = _prepare(weight_scale, weight_scale_2, bias, pre_quant_scale)
@@ -159,7 +232,7 @@ def _bind(
 
     problem = Problem(n=n, k=k, dtype=DTYPE_NAMES[x.dtype])
     uppers, launchers = table.bind(x.device, problem, layout, load if x.is_cuda else None)
-    return n, uppers, launchers, prepare
+    return n, uppers, launchers, prepare, make_empty(x.device)
 
 
 def _prepare(
@@ -182,7 +255,7 @@ def _prepare(
         if not plain_scale and scale is not None:
             scale = scale.view(torch.uint8)
         if float_scalar:
-            global_scale = global_scale.view(1)
+            global_scale = reinterpret(global_scale, (1,), (1,))
         elif not plain_global:
             global_scale = normalize_global_scale(global_scale, n)
         if not all(aligned):

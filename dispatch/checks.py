@@ -12,7 +12,7 @@ from ..errors import InvalidInput, message
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import is_aligned, validate
 
-__all__ = ["DTYPE_NAMES", "check_gemm", "check_inner", "check_out", "check_x", "refuse_grad"]
+__all__ = ["DTYPE_NAMES", "check_device", "check_gemm", "check_inner", "check_out", "check_x", "refuse_grad"]
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -83,6 +83,13 @@ def check_inner(x: Tensor, weight: Tensor) -> None:
         )
 
 
+def check_device(x: Tensor, **tensors: Tensor | None) -> None:
+    """Whether all are on x's device."""
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.device != x.device:
+            raise InvalidInput(message(f"{name} is not where x is", got=tensor.device, expected=x.device))
+
+
 def check_out(out: Tensor, x: Tensor, n: int) -> None:
     """Whether the result of x may be written into `out`."""
     expected = (*x.shape[:-1], n)
@@ -127,7 +134,7 @@ def _check_checkpoint(
     check_inner(x, weight)
     if out_features is not None and out_features != n:
         raise InvalidInput(message("wrong out_features", got=out_features, expected=f"{n}, the rows of weight"))
-    _check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
+    check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
     _check_aligned(weight=weight, weight_scale=weight_scale)
     return n
 
@@ -171,7 +178,7 @@ def _check_blob(
                 expected=f"torch.float32 [1] or [{out_features}]",
             )
         )
-    _check_device(x, weight_scale_2=weight_scale_2, **tensors)
+    check_device(x, weight_scale_2=weight_scale_2, **tensors)
     _check_aligned(**tensors)
     return out_features
 
@@ -181,7 +188,7 @@ def _check_vector(
 ) -> None:
     if tensor is None:
         return
-    _check_device(x, **{name: tensor})
+    check_device(x, **{name: tensor})
     if tensor.dtype not in dtypes or tuple(tensor.shape) != (size,):
         raise InvalidInput(
             message(
@@ -192,12 +199,6 @@ def _check_vector(
         )
     if not tensor.is_contiguous():
         raise InvalidInput(message(f"{name} is not contiguous", got=f"strides {tensor.stride()}", do="copy it once"))
-
-
-def _check_device(x: Tensor, **tensors: Tensor) -> None:
-    for name, tensor in tensors.items():
-        if tensor.device != x.device:
-            raise InvalidInput(message(f"{name} is not where x is", got=tensor.device, expected=x.device))
 
 
 def _check_aligned(**tensors: Tensor) -> None:

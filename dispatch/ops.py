@@ -13,7 +13,7 @@ from ..kernels.weights import codec
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import Weight, normalize_global_scale, validate
 from . import call
-from .checks import check_inner, refuse_grad
+from .checks import check_device, check_inner, refuse_grad
 
 __all__ = ["dequantize", "gemm"]
 
@@ -54,6 +54,9 @@ def _gemm_fake(
 ) -> Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         refuse_grad()
+    # A real tensor beside one on the meta device comes here too, and would get a result that nobody wrote.
+    check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
+    check_device(x, bias=bias, pre_quant_scale=pre_quant_scale)
     if layout == "checkpoint":
         check_inner(x, weight)
     n = weight.shape[0] if out_features is None else out_features
@@ -156,6 +159,7 @@ def _register() -> None:
 
 _register()
 _gemm_op = torch.ops.nvfp4.gemm.default
+_call_gemm_op = _gemm_op._op  # what calling it does, without the frame in between; Dynamo does not know it
 _gemm_out_op = torch.ops.nvfp4.gemm.out
 
 
@@ -235,9 +239,15 @@ def gemm(
             out=out,
         )
         return out
-    if bias is None and pre_quant_scale is None and layout == "checkpoint" and out_features is None:
-        return _gemm_op(x, weight, weight_scale, weight_scale_2)  # type: ignore[no-any-return]
-    return _gemm_op(  # type: ignore[no-any-return]
+    op = _gemm_op if torch.compiler.is_dynamo_compiling() else _call_gemm_op
+    # An argument that is given costs more than one that is left at its default.
+    if bias is None and pre_quant_scale is None:
+        if layout == "checkpoint" and out_features is None:
+            return op(x, weight, weight_scale, weight_scale_2)  # type: ignore[no-any-return]
+        return op(  # type: ignore[no-any-return]
+            x, weight, weight_scale, weight_scale_2, layout=layout, out_features=out_features
+        )
+    return op(  # type: ignore[no-any-return]
         x,
         weight,
         weight_scale,

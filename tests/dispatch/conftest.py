@@ -9,7 +9,7 @@ import pytest
 import torch
 from nvfp4.cache import lookup
 from nvfp4.cache.records import Environment, Interval, LayoutPlan, Plan
-from nvfp4.dispatch import table
+from nvfp4.dispatch import call, table
 from nvfp4.errors import BuildError
 from nvfp4.kernels import reference, registry
 from nvfp4.kernels.device import describe
@@ -194,3 +194,23 @@ def case():
         )
 
     return case
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """The calls that were checked in full, as a list of x's shapes."""
+    seen = []
+    in_full = call._gemm
+
+    def note(x, *rest):
+        seen.append(tuple(x.shape))
+        return in_full(x, *rest)
+
+    monkeypatch.setattr(call, "_gemm", note)
+    return seen
+
+
+@pytest.fixture
+def square(case):
+    """A case whose weight [64, 64] has the same shape when transposed."""
+    return case(n=64, k=128)
