@@ -50,6 +50,8 @@ class TritonLaunch:
         Names of integer arguments that are multiples of 16.
     num_warps, num_stages
         Triton's options.
+    max_registers
+        Per thread; 0: as many as ptxas likes.
     after_pdl
         The kernel waits for the one before it by itself (programmatic dependent launch, sm_90 and newer).
 
@@ -69,6 +71,7 @@ class TritonLaunch:
         divisible: tuple[str, ...] = (),
         num_warps: int = 4,
         num_stages: int = 2,
+        max_registers: int = 0,
         after_pdl: bool = False,
     ) -> None:
         self._kernel = kernel
@@ -80,6 +83,8 @@ class TritonLaunch:
         types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
         aligned = tuple(name for name, type_ in signature.items() if type_.startswith("*") or name in divisible)
         options = {"num_warps": num_warps, "num_stages": num_stages, "launch_pdl": after_pdl}
+        if max_registers:
+            options["maxnreg"] = max_registers
         self._source = (kernel, device.capability, tuple(types.items()), tuple(constants.items()), aligned)
         self._options = tuple(options.items())
         self.compiled = _compiled(self._source, self._options)

@@ -84,6 +84,7 @@ class SplitKLaunch:
         *,
         warps: int,
         stages: int,
+        max_registers: int = 0,
         after_pdl: bool = False,
         **constants: Any,
     ) -> None:
@@ -107,6 +108,7 @@ class SplitKLaunch:
             divisible=("K",),
             num_warps=warps,
             num_stages=stages,
+            max_registers=max_registers,
             after_pdl=after_pdl,
         )
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 GROUP_ROW_TILES = 8  # row tiles that share x in L2 while token tiles advance
 PERMUTE_TOKENS = 4  # tokens per block of the kernel that orders x; divides every token tile
 WORDS = 16  # per step: 256 k. With 32, ptxas serialises the wgmmas (H200, 2026-11: 3 to 60 % slower)
+# By tokens per tile: what lets one block more onto a Hopper multiprocessor without spilling in the loop.
+CAPS = {16: 80, 32: 96}
 MAX_M = 1024  # from 256 on two_pass is ahead, at 1024 by a factor of two (H200, 2026-11)
 ROWS_PER_WARP = 16  # with 32 the tile's words spill, with 8 a warpgroup has no whole wgmma
 
@@ -38,6 +40,7 @@ class TritonFusedConfig(Config):
     block_n: int  # weight rows per tile; a warp for every 16
     split: int  # blocks along K
     stages: int  # copies of words and scales in flight, plus one
+    max_registers: int  # per thread; 0: as many as ptxas likes
 
 
 class TritonFused(Kernel):
@@ -57,6 +60,8 @@ class TritonFused(Kernel):
         low, high = {16: (1, 32), 32: (9, 128), 64: (33, MAX_M)}[config.block_m]
         if not low <= m <= high:
             return Verdict.no(f"tiles of {config.block_m} tokens serve M = {low}..{high}, not {m}")
+        if config.max_registers not in (0, CAPS.get(config.block_m)):
+            return Verdict.no(f"{config.max_registers} registers spill, or gain no block, with {config.block_m} tokens")
         if (need := smem_bytes(config, problem.k)) > device.smem_bytes:
             return Verdict.no(f"needs {need} bytes of shared memory, the device has {device.smem_bytes}")
         return valid_split(device, problem, m, config, step=16 * WORDS)
@@ -65,7 +70,13 @@ class TritonFused(Kernel):
         """Tile shapes, splits and stages."""
         return Space(
             TritonFusedConfig,
-            {"block_m": (16, 32, 64), "block_n": (64, 128), "split": (1, 2, 4, 8, 16), "stages": (2, 3)},
+            {
+                "block_m": (16, 32, 64),
+                "block_n": (64, 128),
+                "split": (1, 2, 4, 8, 16),
+                "stages": (2, 3),
+                "max_registers": (0, *CAPS.values()),
+            },
         )
 
     def default_config(self, device: Device, problem: Problem, m: int) -> TritonFusedConfig:
@@ -79,7 +90,7 @@ class TritonFused(Kernel):
         for split in (16, 8, 4, 2, 1):
             steps = -(-problem.k // (16 * WORDS * split))
             stages = 3 if steps >= 8 and block_n == 64 else 2
-            config = TritonFusedConfig(block_m=block_m, block_n=block_n, split=split, stages=stages)
+            config = TritonFusedConfig(block_m=block_m, block_n=block_n, split=split, stages=stages, max_registers=0)
             if split == 1 or (tiles * split <= 4 * device.units and self.is_valid(device, problem, config, m)):
                 break
         return config
@@ -118,6 +129,7 @@ class _Launch(SplitKLaunch):
             config,
             warps=config.block_n // ROWS_PER_WARP,
             stages=config.stages,
+            max_registers=config.max_registers,
             after_pdl=pdl,
             WORDS=WORDS,
             PDL=pdl,
