@@ -17,6 +17,7 @@ from rich.text import Text
 __all__ = ["Grid", "console", "print_json"]
 
 PIPED_COLUMNS = 120  # a file or a pipe has no width of its own
+WRAPPED_COLUMNS = 14  # cells are wrapped to no less
 WIDE = 10_000  # columns, more than any table needs
 
 
@@ -62,6 +63,9 @@ class Grid:
         """Add a row."""
         self._rows.append(cells)
         self._table.add_row(*cells)
+        for column, cell in zip(self._table.columns, cells, strict=True):
+            least = len(cell) if column.no_wrap else min(len(cell), WRAPPED_COLUMNS)
+            column.min_width = max(column.min_width or 0, least)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self._title:

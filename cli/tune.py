@@ -13,7 +13,7 @@ from .options import best_device, database_option, device_option, help_style, pr
 from .options import duration as parse_duration
 from .output import Grid, console
 from .progress import Display, display
-from .words import counts, duration, kernels_by_m, plural, problem_words, ratios
+from .words import duration, kernels_by_m, plural, problem_words, ratios
 
 __all__ = ["tune"]
 
@@ -95,15 +95,13 @@ def tune(
 def _summarise(shown: Display) -> None:
     out = console()
     if shown.finished:
-        made = Grid("problem", "layout", "~which kernel at which M", ">untuned", ">bf16", "~failed")
+        made = Grid("problem", "~kernels by M", ">untuned", ">bf16")
         for done in shown.finished:
             made.row(
                 problem_words(done.problem),
-                done.plan.layout if done.plan else "-",
                 kernels_by_m(done.plan.intervals()) if done.plan else "no winner",
                 ratios(at.default_us / at.best_us for at in done.best if at.default_us),
                 ratios(at.bf16_us / at.best_us for at in done.best if at.bf16_us),
-                counts(done.failures),
             )
         out.print(made)
     if shown.end is None:

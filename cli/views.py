@@ -88,13 +88,13 @@ def show_summary(console: Console, path: Path, found: tuple[Summary, ...]) -> No
         console.print("nothing was measured yet: run `nvfp4 tune`")
     for device in dict.fromkeys(line.device for line in found):
         console.print(f"device    {device_words(device)}")
-        made = Grid("problem", "layout", "~which kernel at which M", ">bf16", ">rows", "~failed")
+        made = Grid("problem", "~kernels by M", ">bf16", ">rows", "~failed")
         lines = [line for line in found if line.device == device]
         for line in lines:
+            layout = f"{line.layout}: " if line.layout not in ("", "checkpoint") else ""
             made.row(
                 problem_words(line.problem),
-                line.layout or "-",
-                kernels_by_m(line.intervals) or "no winner",
+                layout + (kernels_by_m(line.intervals) or "no winner"),
                 ratios(line.over_bf16.values()),
                 str(line.measurements),
                 counts(line.failures),

@@ -21,7 +21,6 @@ def test_a_tuning_says_what_it_does_on_stderr_and_what_came_out_on_stdout(tuned)
     assert "[1/1] gemm 40x64 bf16: 7 candidates" in tuned.said.err
     assert "failed: 1 wrong" in tuned.said.err
     assert "fake_good 1+" in tuned.said.out
-    assert "1 wrong" in tuned.said.out
     assert "measurements in" in tuned.said.out
 
 
