@@ -173,7 +173,7 @@ def _defaults(
 def _default_config(
     device: Device, problem: Problem, kernel: Kernel, start: int, end: int | None, refusals: dict[str, str]
 ) -> Any | None:
-    """The kernel's default for one M of the range that is valid all over it; None, with the reason noted, without one."""
+    """The default for some M of the range that is valid all over it; None, with the reason noted, if there is none."""
     probes = _probes(start, end)
     for at in probes:
         config = kernel.default_config(device, problem, at)
