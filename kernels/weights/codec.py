@@ -147,8 +147,11 @@ def quantize(w: Tensor, *, global_scale: Tensor | float | None = None) -> tuple[
                 expected="floating point [N, K], N at least 1, K a multiple of 16",
             )
         )
+    if w.is_meta:
+        raise InvalidInput(message("w cannot be quantised", got="a meta tensor", expected="values"))
     n, k = w.shape
-    amax = torch.stack([w[rows].abs().amax() for rows in _row_chunks(n, k)]).amax().float()
+    w = w.detach()
+    amax = torch.stack([w[rows].float().abs().amax() for rows in _row_chunks(n, k)]).amax()
     if not torch.isfinite(amax):
         raise InvalidInput(
             message("w cannot be quantised", got="NaN or Inf in it (as float32)", expected="finite values")
@@ -156,7 +159,10 @@ def quantize(w: Tensor, *, global_scale: Tensor | float | None = None) -> tuple[
     if global_scale is None:
         gs = (amax / (E2M1_MAX * E4M3_MAX)).clamp_min(F32_TINY) if amax > 0 else torch.ones_like(amax)
     else:
-        gs = torch.as_tensor(global_scale, dtype=torch.float32, device=w.device).reshape(())
+        gs = torch.as_tensor(global_scale, dtype=torch.float32, device=w.device).detach()
+        if gs.numel() != 1:
+            raise InvalidInput(message("wrong global_scale", got=f"shape {tuple(gs.shape)}", expected="one element"))
+        gs = gs.reshape(())
         if not (torch.isfinite(gs) and gs > 0):
             raise InvalidInput(message("wrong global_scale", got=gs.item(), expected="positive and finite"))
     weight = torch.empty((n, k // 2), dtype=torch.uint8, device=w.device)
@@ -190,7 +196,7 @@ def dequantize(
     weight_scale_2
         float32 of one element, or [N].
     dtype
-        Of the result.
+        Of the result; a floating one.
 
     Returns
     -------
@@ -201,6 +207,8 @@ def dequantize(
     InvalidInput
         Shapes or dtypes that do not belong together.
     """
+    if not dtype.is_floating_point:
+        raise InvalidInput(message("wrong dtype", got=dtype, expected="a floating dtype such as torch.bfloat16"))
     n, k = weight.shape[0], 2 * weight.shape[-1]
     scale = e4m3_bytes(weight_scale)
     if weight.ndim != 2 or weight.dtype != torch.uint8 or tuple(scale.shape) != (n, k // GROUP) or k % GROUP:

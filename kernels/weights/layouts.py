@@ -17,7 +17,7 @@ from torch import Tensor
 from ...errors import InvalidInput, message
 from .codec import GROUP, e4m3_bytes
 from .swizzle import unswizzle
-from .weight import Weight, validate
+from .weight import Weight, check_weight, validate
 
 __all__ = ["Layout", "layout", "layout_ids", "to_layout"]
 
@@ -90,6 +90,7 @@ def to_layout(
     """
     target = layout(layout_id)
     if scale_layout == "swizzled":
+        check_weight(weight)
         weight_scale = unswizzle(weight_scale, weight.shape[0], 2 * weight.shape[-1] // GROUP)
     elif scale_layout != "linear":
         raise InvalidInput(message("unknown scale_layout", got=repr(scale_layout), expected='"linear" or "swizzled"'))

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...errors import InvalidInput, message
 from .codec import GROUP
 
-__all__ = ["ALIGNMENT", "Weight", "is_aligned", "normalize_global_scale", "validate"]
+__all__ = ["ALIGNMENT", "Weight", "check_weight", "is_aligned", "normalize_global_scale", "validate"]
 
 ALIGNMENT = 16  # bytes; what kernels may load at once
 
@@ -89,7 +89,7 @@ def validate(
     InvalidInput
         What is wrong and where.
     """
-    n, k = _check_weight(weight)
+    n, k = check_weight(weight)
     scale = _check_scale(weight_scale, n, k)
     devices = {t.device for t in (weight, weight_scale, weight_scale_2)}
     if len(devices) > 1:
@@ -102,6 +102,10 @@ def validate(
         )
     global_scale = normalize_global_scale(weight_scale_2, n)
     if values:
+        if weight.is_meta:
+            raise InvalidInput(
+                message("the weight has no values", got="meta tensors", do="load the checkpoint, then pack")
+            )
         _check_scale_values(scale)
         _check_global_values(global_scale)
     return weight, scale, global_scale
@@ -130,7 +134,8 @@ def normalize_global_scale(weight_scale_2: Tensor, n: int) -> Tensor:
     return weight_scale_2.reshape(-1).to(torch.float32).contiguous()
 
 
-def _check_weight(weight: Tensor) -> tuple[int, int]:
+def check_weight(weight: Tensor) -> tuple[int, int]:
+    """N and K of a checkpoint's weight; raises InvalidInput."""
     if weight.dtype != torch.uint8:
         raise InvalidInput(
             message(

@@ -1,5 +1,8 @@
 """pack asks the plan for the layout, and converts once."""
 
+import copy
+import pickle
+
 import nvfp4
 import pytest
 import torch
@@ -74,5 +77,15 @@ def test_wrong_tensors(exact, case):
     c = case()
     with pytest.raises(nvfp4.InvalidInput, match="weight must be"):
         nvfp4.pack(c.weight[None], c.scale, c.gs)
+    with pytest.raises(nvfp4.InvalidInput, match="weight must be"):
+        nvfp4.pack(c.weight[0, 0], c.scale, c.gs, scale_layout="swizzled")
     with pytest.raises(nvfp4.InvalidInput, match="wrong global scale"):
         nvfp4.pack(c.weight, c.scale, torch.zeros(()))
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda w: pickle.loads(pickle.dumps(w))])
+def test_a_packed_weight_can_be_copied_and_pickled(exact, case, copied):
+    c = case(n=48, k=96)
+    other = copied(nvfp4.pack(c.weight, c.scale, c.gs))
+    with pytest.warns(nvfp4.UntunedWarning):
+        assert torch.equal(nvfp4.gemm(c.x, other), c.ref)

@@ -206,7 +206,24 @@ def test_quantize_refuses(w):
         codec.quantize(w)
 
 
-@pytest.mark.parametrize("gs", [0.0, -1.0, float("nan"), float("inf")])
+def test_quantize_refuses_a_tensor_without_values():
+    with pytest.raises(InvalidInput, match="meta tensor"):
+        codec.quantize(torch.ones(1, 16, device="meta"))
+
+
+def test_what_quantize_returns_is_constant():
+    w, gs = torch.ones(2, 16, requires_grad=True), torch.ones(1, requires_grad=True)
+    made = (*codec.quantize(w), *codec.quantize(w, global_scale=gs))
+    assert not any(tensor.requires_grad for tensor in made)
+
+
+def test_quantize_takes_eight_bit_floats():
+    w = torch.tensor([[1.0, -448.0, 0.5, 2.0] * 4])
+    for wide, narrow in zip(codec.quantize(w), codec.quantize(w.to(torch.float8_e4m3fn)), strict=True):
+        assert torch.equal(wide.float(), narrow.float())
+
+
+@pytest.mark.parametrize("gs", [0.0, -1.0, float("nan"), float("inf"), torch.ones(4), torch.ones(0)])
 def test_quantize_refuses_a_wrong_global_scale(gs):
     with pytest.raises(InvalidInput, match="global_scale"):
         codec.quantize(torch.ones(1, 16), global_scale=gs)
@@ -267,3 +284,9 @@ def test_subnormal_global_scale():
 def test_dequantize_refuses_shapes_that_do_not_fit(weight, scale, gs):
     with pytest.raises(InvalidInput):
         codec.dequantize(torch.zeros(weight, dtype=torch.uint8), torch.zeros(scale, dtype=torch.uint8), torch.ones(gs))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64], ids=str)
+def test_dequantize_refuses_dtypes_that_cannot_hold_the_values(dtype):
+    with pytest.raises(InvalidInput, match=r"wrong dtype.*floating"):
+        codec.dequantize(*codec.quantize(torch.ones(1, 16)), dtype)

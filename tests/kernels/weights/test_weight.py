@@ -197,3 +197,8 @@ class TestLayouts:
             if not layout_id.endswith("-glu"):  # those pair gate and up rows
                 got = to_layout(*tensors, layout_id=layout_id).to_checkpoint()
                 assert torch.equal(codec.dequantize(*got), right), layout_id
+
+
+def test_meta_tensors_have_nothing_to_check(tensors):
+    with pytest.raises(InvalidInput, match=r"no values.*meta"):
+        validate(*(tensor.to("meta") for tensor in tensors))
