@@ -54,9 +54,11 @@ def warmup(
     """
     if dtype not in DTYPE_NAMES:
         raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+    if isinstance(ms, str) or not isinstance(ms, Iterable | None):
+        raise InvalidInput(message("wrong ms", got=repr(ms), expected="several numbers of tokens, such as [1, 64]"))
     sizes = tuple(ms or ())
-    if any(m < 1 for m in sizes):
-        raise InvalidInput(message("wrong ms", got=sizes, expected="at least 1 each"))
+    if not all(isinstance(m, int) and m >= 1 for m in sizes):
+        raise InvalidInput(message("wrong ms", got=sizes, expected="whole numbers, at least 1 each"))
     seen: set[tuple[Problem, str, torch.device]] = set()
     for item in _items(weights_or_problems):
         if isinstance(item, Problem):

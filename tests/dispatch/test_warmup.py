@@ -47,6 +47,9 @@ def test_a_problem_is_warmed_in_the_marked_layout(install, fake, set_plan, mirro
         (3, {}, "got int"),
         ([], {"dtype": torch.float32}, "wrong dtype"),
         ([], {"ms": (0,)}, "wrong ms"),
+        ([], {"ms": (1.5,)}, "wrong ms"),
+        ([], {"ms": "12"}, "wrong ms"),
+        ([], {"ms": 3}, "wrong ms"),
         (Problem(n=32, k=64, op="moe"), {"device": "cpu"}, "got moe"),
     ],
 )
