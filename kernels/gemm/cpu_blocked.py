@@ -102,6 +102,9 @@ class _Launch:
         """The launcher: see `kernels.kernel.Launcher`. Scratch is its own, so threads may call at once."""
         assert weight_scale is not None, "the checkpoint layout has separate scales"
         n, k = out.shape[1], x.shape[1]
+        # Parameters count as constants: with them as they are, autograd would record what is done here.
+        global_scale, bias = global_scale.detach(), None if bias is None else bias.detach()
+        pre_quant_scale = None if pre_quant_scale is None else pre_quant_scale.detach()
         x = (x if pre_quant_scale is None else x * pre_quant_scale).float()
         columns = x.t().contiguous() if x.shape[0] > MANY_TOKENS else None
         rows = min(self.config.block_rows, n)

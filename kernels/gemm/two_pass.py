@@ -141,7 +141,7 @@ class _Launch:
             part = out[:, first:last]
             if fits_cublas:
                 if bias is not None:
-                    part.copy_(bias[first:last].expand_as(part))
+                    part.copy_(bias.detach()[first:last].expand_as(part))  # a Parameter counts as a constant
                 scaled_mm(x, dense, global_scale, part, accumulate=bias is not None)
             else:
                 self._exact(x, dense, first, global_scale, bias, out)

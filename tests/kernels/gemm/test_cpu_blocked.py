@@ -58,6 +58,14 @@ def test_weights_at_odd_addresses(lookup):
     assert torch.equal(run(launcher, x, buffer[1:].view(weight.shape), scale, gs), run(launcher, x, weight, scale, gs))
 
 
+def test_parameters_are_constants():
+    x, weight, scale, gs = tensors(24, 48, 3)
+    launcher = KERNEL.build(CPU, Problem(n=24, k=48), CpuBlockedConfig(block_rows=16, lookup="pair"))
+    bias, pqs = torch.ones(24, dtype=x.dtype), torch.ones(48, dtype=x.dtype)
+    parameters = (gs.requires_grad_(), bias.requires_grad_(), pqs.requires_grad_())
+    assert not run(launcher, x, weight, scale, *parameters).requires_grad
+
+
 def test_rows_of_x_at_any_stride():
     x, weight, scale, gs = tensors(40, 64, 1)
     launcher = KERNEL.build(CPU, Problem(n=40, k=64), KERNEL.default_config(CPU, Problem(n=40, k=64), 1))
