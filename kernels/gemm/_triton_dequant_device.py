@@ -47,8 +47,9 @@ def finish(
     BM: tl.constexpr,
     BN: tl.constexpr,
 ):
-    local = (tl.program_id(0) * BN + tl.arange(0, BN))[None, :]
-    tokens = (tl.program_id(1) * BM + tl.arange(0, BM))[:, None]
+    row_tiles = tl.cdiv(rows_here, BN)  # one axis for all tiles: the others end at 65535, which is 262140 tokens
+    local = (tl.program_id(0) % row_tiles * BN + tl.arange(0, BN))[None, :]
+    tokens = (tl.program_id(0) // row_tiles * BM + tl.arange(0, BM))[:, None]
     mask = (tokens < M) & (local < rows_here)
     acc = tl.load(acc_ptr + tokens.to(tl.int64) * rows_here + local, mask=mask, other=0.0) * 0.0078125  # 2^-7
     rows = tl.where(local < rows_here, first_row + local, N)

@@ -155,7 +155,7 @@ class _Launch:
         m, rows = acc.shape
         bias_kind = 0 if bias is None else 1 if bias.dtype == out.dtype else 2
         self.finish.launch(
-            (-(-rows // FINISH_N), -(-m // FINISH_M), 1),
+            (-(-rows // FINISH_N) * -(-m // FINISH_M), 1, 1),
             acc,
             global_scale,
             bias if bias is not None and bias_kind == 1 else out,

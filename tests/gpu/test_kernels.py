@@ -89,3 +89,46 @@ def test_offsets_beyond_32_bits():
         tail = torch.empty((128, n), dtype=torch.float16, device="cuda")
         launcher(x[-128:], weight, scale, global_scale, None, None, tail)
         assert torch.equal(out[-128:], tail), kernel.name
+
+
+@pytest.mark.parametrize("kernel", registry.kernels("gemm"), ids=lambda k: k.name)
+@pytest.mark.parametrize("bias_dtype", [torch.float16, torch.float32], ids=str)
+def test_parameters_are_constants(kernel, bias_dtype):
+    n, k = 64, 256
+    device, problem = describe("cuda"), Problem(n=n, k=k, dtype="float16")
+    m = 8 if kernel.name == "triton_gemv" else 64
+    if not kernel.supports(device, problem):
+        pytest.skip(f"{kernel.name} does not run on {device.name}")
+    launcher = kernel.build(device, problem, kernel.default_config(device, problem, m))
+    weight = torch.zeros(n, k // 2, dtype=torch.uint8, device="cuda")
+    scale = torch.zeros(n, k // 16, dtype=torch.uint8, device="cuda")
+    out = torch.empty(m, n, dtype=torch.float16, device="cuda")
+    x, pqs = torch.ones_like(out[:, :1]).repeat(1, k), torch.ones(k, dtype=torch.float16, device="cuda")
+    bias = torch.arange(n, dtype=bias_dtype, device="cuda").requires_grad_()
+    gs = torch.ones(1, device="cuda").requires_grad_()
+    launcher(x, weight, scale, gs, bias, pqs.requires_grad_(), out)
+    assert not out.requires_grad
+    assert torch.equal(out, bias.detach().half().expand(m, n))
+
+
+@pytest.mark.parametrize("bias_dtype", [None, torch.float32], ids=str)
+def test_more_tokens_than_a_grid_has_in_y(bias_dtype):
+    """The last blocks of every kernel that serves so many, with one global scale and with one per row."""
+    m, n, k = (1 << 18) + 5, 16, 32
+    device, problem = describe("cuda"), Problem(n=n, k=k, dtype="float16")
+    weight = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device="cuda")
+    scale = torch.full((n, k // 16), 0x38, dtype=torch.uint8, device="cuda")
+    x = torch.randn(m, k, device="cuda").half()
+    bias = None if bias_dtype is None else torch.ones(n, dtype=bias_dtype, device="cuda")
+    for kernel in registry.kernels("gemm"):
+        config = kernel.default_config(device, problem, m)
+        if not kernel.supports(device, problem) or not kernel.is_valid(device, problem, config, m):
+            continue
+        launcher = kernel.build(device, problem, config)
+        for gs in (torch.ones(1, device="cuda"), torch.ones(n, device="cuda")):
+            out = torch.full((m, n), float("nan"), dtype=torch.float16, device="cuda")
+            launcher(x, weight, scale, gs, bias, None, out)
+            tail = torch.empty((64, n), dtype=torch.float16, device="cuda")
+            launcher(x[-64:], weight, scale, gs, bias, None, tail)
+            assert torch.equal(out[-64:], tail), kernel.name
+            assert not out.isnan().any(), kernel.name
