@@ -85,11 +85,13 @@ class TritonFused(Kernel):
         From measurements on an H200 (2026-11) at 4096x4096, 28672x4096 and 8192x28672.
         """
         block_m = next((b for b in (16, 32) if m <= b), 64)
-        block_n = 128 if block_m == 64 else 64
+        widest = TritonFusedConfig(block_m=64, block_n=128, split=1, stages=2, max_registers=0)
+        # 99 KiB of shared memory hold it only where scales can be copied asynchronously.
+        block_n = 128 if block_m == 64 and smem_bytes(widest, problem.k) <= device.smem_bytes else 64
         tiles = -(-problem.n // block_n) * -(-m // block_m)
         for split in (16, 8, 4, 2, 1):
             steps = -(-problem.k // (16 * WORDS * split))
-            stages = 3 if steps >= 8 and block_n == 64 else 2
+            stages = 3 if steps >= 8 and block_m < 64 else 2
             config = TritonFusedConfig(block_m=block_m, block_n=block_n, split=split, stages=stages, max_registers=0)
             if split == 1 or (tiles * split <= 4 * device.units and self.is_valid(device, problem, config, m)):
                 break

@@ -1,0 +1,75 @@
+"""Which architectures the Triton candidates run on, and what they choose there; nothing is compiled."""
+
+import pytest
+from nvfp4.kernels.problem import Device, Problem
+
+pytest.importorskip("triton")
+
+from nvfp4.kernels.gemm import triton_fused, triton_gemv, two_pass
+
+KIB = 1024
+KERNELS = [module.KERNEL for module in (triton_fused, triton_gemv, two_pass)]
+SMEM_BYTES = {  # that a block can opt in to
+    (8, 0): 163 * KIB,
+    (8, 6): 99 * KIB,
+    (8, 9): 99 * KIB,
+    (9, 0): 227 * KIB,
+    (10, 0): 227 * KIB,
+    (12, 0): 101376,
+    (12, 1): 101376,
+}
+PROBLEMS = [Problem(n=n, k=k) for n in (1, 352, 4096, 28672) for k in (16, 1056, 4096, 28672)]
+MS = (1, 2, 3, 8, 9, 16, 17, 32, 33, 64, 128, 129, 1024, 1025, 8192)
+
+
+def card(capability) -> Device:
+    return Device(
+        kind="cuda",
+        name="card",
+        capability=capability,
+        units=48 if capability == (12, 1) else 132,
+        smem_bytes=SMEM_BYTES.get(capability, 64 * KIB),
+        memory_bytes=24 << 30,
+    )
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_older_cards_are_refused_with_the_reason(kernel, capability):
+    verdict = kernel.supports(card(capability), PROBLEMS[-1])
+    assert not verdict and "sm_80" in verdict.reason and f"sm_{capability[0]}{capability[1]}" in verdict.reason
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("capability", SMEM_BYTES)
+def test_the_default_is_valid_wherever_a_config_is(kernel, capability):
+    device = card(capability)
+    for problem in PROBLEMS:
+        assert kernel.supports(device, problem)
+        space = list(kernel.space(device, problem))
+        for m in MS:
+            default = kernel.default_config(device, problem, m)
+            assert default in kernel.space(device, problem)
+            if any(kernel.is_valid(device, problem, config, m) for config in space):
+                assert kernel.is_valid(device, problem, default, m), (problem.label, m, default)
+
+
+def shared_bytes(config, k: int) -> int:
+    """What the copies in flight take, counted from the tiles: words, scales and x."""
+    if isinstance(config, triton_gemv.TritonGemvConfig):
+        return (config.stages - 1) * triton_gemv.WORDS * 9 * config.block_n
+    if isinstance(config, triton_fused.TritonFusedConfig):
+        return (config.stages - 1) * triton_fused.WORDS * (9 * config.block_n + 32 * config.block_m)
+    return 0
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("smem_bytes", [16 * KIB, 24 * KIB, 48 * KIB, 101376])
+def test_no_valid_config_needs_more_shared_memory_than_there_is(kernel, smem_bytes):
+    device = Device(
+        kind="cuda", name="small", capability=(12, 1), units=48, smem_bytes=smem_bytes, memory_bytes=1 << 34
+    )
+    for problem in PROBLEMS:
+        for config in kernel.space(device, problem):
+            if any(kernel.is_valid(device, problem, config, m) for m in MS):
+                assert shared_bytes(config, problem.k) <= smem_bytes, config
