@@ -58,6 +58,18 @@ def test_weights_at_odd_addresses(lookup):
     assert torch.equal(run(launcher, x, buffer[1:].view(weight.shape), scale, gs), run(launcher, x, weight, scale, gs))
 
 
+@pytest.mark.parametrize("lookup", ["pair", "quad"])
+def test_rows_do_not_depend_on_how_many_there_are(lookup):
+    x, weight, scale, gs = tensors(104, 256, 257)
+    launcher = KERNEL.build(CPU, Problem(n=104, k=256), CpuBlockedConfig(block_rows=32, lookup=lookup))
+    ref = reference.gemm(x, weight, scale, gs, round_output=False)
+    full = run(launcher, x, weight, scale, gs)
+    for m in (1, 2, 3, 4, 5, 6, 15, 16, 17, 31, 64, 128, 256):
+        got = run(launcher, x[:m], weight, scale, gs)
+        assert_gemm_close(got, ref[:m], k=256, dtype=x.dtype)
+        torch.testing.assert_close(got, full[:m], rtol=1e-2, atol=1e-3)
+
+
 def test_parameters_are_constants():
     x, weight, scale, gs = tensors(24, 48, 3)
     launcher = KERNEL.build(CPU, Problem(n=24, k=48), CpuBlockedConfig(block_rows=16, lookup="pair"))
