@@ -45,7 +45,16 @@ def _discover() -> Iterator[Kernel]:
     for point in entry_points(group="nvfp4.kernels"):
         yield point.load()
     for module in filter(None, os.environ.get("NVFP4_KERNELS", "").split(",")):
-        yield from importlib.import_module(module.strip()).KERNELS
+        try:
+            yield from importlib.import_module(module.strip()).KERNELS
+        except (ImportError, AttributeError) as error:
+            raise InvalidInput(
+                message(
+                    f"NVFP4_KERNELS names {module.strip()!r}, which gives no kernels",
+                    got=error,
+                    expected="modules that can be imported and have KERNELS",
+                )
+            ) from error
 
 
 def kernels(op: str) -> tuple[Kernel, ...]:
