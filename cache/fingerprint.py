@@ -69,7 +69,7 @@ def is_current(measurement: Measurement, implementation_by_kernel: Mapping[str, 
 
 
 def changes(measured: Environment, now: Environment) -> tuple[str, ...]:
-    """What differs, as "driver 580.1 -> 590.2"; such rows count, but are worth a `nvfp4 tune --refresh`."""
+    """What differs, as "driver 580.1 -> 590.2"; such rows count on, and `nvfp4 inspect` shows it."""
     return tuple(
         f"{name} {getattr(measured, name) or 'none'} -> {getattr(now, name) or 'none'}"
         for name in Environment.__struct_fields__

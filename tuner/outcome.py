@@ -13,6 +13,8 @@ from .statistics import Timing
 
 __all__ = ["Say", "Step", "Wrong", "classify", "describe_error"]
 
+NO_MEMORY = ("out of memory", "Out of memory", "can't allocate memory")  # the last is torch's, on a CPU
+
 Say = Callable[[Started | Row], None]
 
 
@@ -28,7 +30,7 @@ def classify(error: BaseException) -> str:
     """The status that an exception of a candidate becomes."""
     if isinstance(error, Wrong):
         return error.status
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or "out of memory" in str(error).lower():
+    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in str(error) for words in NO_MEMORY):
         return "oom"
     return "build_error" if isinstance(error, BuildError) else "launch_error"
 

@@ -176,6 +176,7 @@ def test_everything_is_given_back(measurer, pace):
     [
         (torch.OutOfMemoryError("x"), "oom"),
         (MemoryError(), "oom"),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 500 bytes"), "oom"),
         (RuntimeError("CUDA error: out of memory"), "oom"),
         (BuildError("ptxas"), "build_error"),
         (RuntimeError("invalid argument"), "launch_error"),
