@@ -3,7 +3,8 @@
 For one layout, the Ms with a time are its anchors. The best candidate of an anchor serves every M from just above
 the anchor before it up to the anchor itself: M is rounded up, since a kernel that computes tiles takes at M at most
 the time it takes at the next anchor. The tuner refines a crossover by measuring at further Ms, which are anchors like
-any other. Beyond the last anchor its best candidate goes on.
+any other. Beyond the last anchor its best candidate goes on. A kernel's default that is within 2 % of the best is
+taken: a smaller gain is not told apart from one run to the next.
 
 A candidate serves a range only if its kernel says it is valid at both ends and at the anchors inside, and if it did
 not fail at an M inside; else the next best of that anchor does. If none can, the next anchor's range begins earlier.
@@ -33,6 +34,9 @@ TRAFFIC: Mapping[str, tuple[tuple[int | None, float], ...]] = {
 
 # A layout other than the checkpoint's costs a conversion, so it must be worth it.
 CHECKPOINT_ADVANTAGE = 0.03
+
+# A challenger must beat what runs untuned by more than one run differs from the next; else the default stays.
+DEFAULT_ADVANTAGE = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,16 +129,17 @@ def _pieces(evidence: Evidence, layout: str) -> list[Piece]:
 
 
 def _piece(evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int | None) -> Piece | None:
-    best: Timed | None = None
+    serving: list[Timed] = []
     for timed in ranked:
-        if best is not None and timed.protocol != best.protocol:
+        if serving and timed.protocol != serving[0].protocol:
             break  # a screen says nothing beside a final
-        if not _serves(evidence, timed.candidate, m_lo, m_hi):
-            continue
-        if best is not None:
-            return Piece(m_lo, m_hi, best, timed)
-        best = timed
-    return None if best is None else Piece(m_lo, m_hi, best, None)
+        if _serves(evidence, timed.candidate, m_lo, m_hi):
+            serving.append(timed)
+    if not serving:
+        return None
+    fast_enough = serving[0].p50_us * (1 + DEFAULT_ADVANTAGE)
+    best = next((timed for timed in serving if timed.is_default and timed.p50_us <= fast_enough), serving[0])
+    return Piece(m_lo, m_hi, best, next((timed for timed in serving if timed is not best), None))
 
 
 def _serves(evidence: Evidence, candidate: Candidate, m_lo: int, m_hi: int | None) -> bool:

@@ -133,8 +133,8 @@ def test_the_newest_time_of_a_candidate_counts(plan, fake):
     assert chosen(plan(rows, a, b)) == [(1, None, "b", 16)]
 
 
-@pytest.mark.parametrize(("default_us", "tile"), [(1.9, 64), (2.0, 64), (2.1, 16)])
-def test_the_default_config_wins_ties(plan, fake, default_us, tile):
+@pytest.mark.parametrize(("default_us", "tile"), [(1.9, 64), (2.0, 64), (2.039, 64), (2.041, 16)])
+def test_a_challenger_must_beat_the_default_by_two_percent(plan, fake, default_us, tile):
     a = fake.Kernel("a", default_tile=64)
     rows = [fake.measurement(a, 1, 2.0, tile=16), fake.measurement(a, 1, default_us, tile=64)]
     assert chosen(plan(rows, a)) == [(1, None, "a", tile)]
