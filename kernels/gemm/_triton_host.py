@@ -11,7 +11,9 @@ from ..workspace import zeroed_counters
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["SplitKLaunch", "k_align", "scaled_x", "supports_triton", "valid_split"]
+__all__ = ["SplitKLaunch", "k_align", "near_rows", "scaled_x", "supports_triton", "valid_split"]
+
+FAR_ROWS = 1 << 30  # elements: eight tokens times it, in words of four, stay below 2^31
 
 
 def supports_triton(device: Device, problem: Problem) -> Verdict:
@@ -33,9 +35,14 @@ def k_align(k: int) -> int:
     return next(align for align in (256, 64, 16) if k % align == 0)
 
 
+def near_rows(x: Tensor) -> Tensor:
+    """x, or a compact copy where its rows are too far apart for 32-bit strides: the last tokens of long prompts."""
+    return x if x.stride(0) < FAR_ROWS or x.shape[0] == 1 else x.contiguous()
+
+
 def scaled_x(x: Tensor, pre_quant_scale: Tensor | None) -> Tensor:
     """x * pre_quant_scale, rounded to x's dtype."""
-    return x if pre_quant_scale is None else x * pre_quant_scale
+    return near_rows(x) if pre_quant_scale is None else x * pre_quant_scale
 
 
 class SplitKConfig(Protocol):

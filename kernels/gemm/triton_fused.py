@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from ..kernel import Config, Kernel, Launcher, Space
 from ..problem import Device, Problem, Verdict
 from ..triton_launch import TRITON_TYPES, TritonLaunch, interpreting
-from ._triton_host import SplitKLaunch, k_align, supports_triton, valid_split
+from ._triton_host import SplitKLaunch, k_align, near_rows, supports_triton, valid_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -148,7 +148,7 @@ class _Launch(SplitKLaunch):
         self._steps = -(-problem.k // (16 * WORDS))
 
     def prepare(self, x: Tensor, pre_quant_scale: Tensor | None) -> tuple[Tensor, int]:
-        m, tile = x.shape[0], self.config.block_m
+        x, m, tile = near_rows(x), x.shape[0], self.config.block_m
         padded = -(-m // tile) * tile
         planes = x.new_empty((padded, self._steps * 16 * WORDS))
         self._permute.launch(

@@ -1,11 +1,12 @@
 """Which architectures the Triton candidates run on, and what they choose there; nothing is compiled."""
 
 import pytest
+import torch
 from nvfp4.kernels.problem import Device, Problem
 
 pytest.importorskip("triton")
 
-from nvfp4.kernels.gemm import triton_fused, triton_gemv, two_pass
+from nvfp4.kernels.gemm import _triton_host, triton_fused, triton_gemv, two_pass
 
 KIB = 1024
 KERNELS = [module.KERNEL for module in (triton_fused, triton_gemv, two_pass)]
@@ -73,3 +74,36 @@ def test_no_valid_config_needs_more_shared_memory_than_there_is(kernel, smem_byt
         for config in kernel.space(device, problem):
             if any(kernel.is_valid(device, problem, config, m) for m in MS):
                 assert shared_bytes(config, problem.k) <= smem_bytes, config
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+@pytest.mark.parametrize("row_stride", [1 << 10, (1 << 30) - 8, 1 << 30, 1 << 31])
+@pytest.mark.parametrize("per_channel", [False, True])
+def test_no_integer_of_a_launch_needs_more_than_32_bits(monkeypatch, kernel, row_stride, per_channel):
+    """x may be the last tokens of prompts: [B, S, K][:, -1] has rows S * K apart."""
+    launches = []
+
+    class Recorder:
+        def __init__(self, *args, **options):
+            pass
+
+        def launch(self, grid, *args):
+            launches.append((grid, args))
+
+    for module in (triton_fused, two_pass, _triton_host):
+        monkeypatch.setattr(module, "TritonLaunch", Recorder)
+    monkeypatch.setattr(two_pass, "interpreting", lambda: True)  # no cuBLAS here
+    n, k, m = 4096, 1024, 64 if kernel.name == "two_pass" else 8
+    device, problem = card((9, 0)), Problem(n=n, k=k)
+    launcher = kernel.build(device, problem, kernel.default_config(device, problem, m))
+    x = torch.empty_strided((m, k), (row_stride, 1), dtype=torch.bfloat16, device="meta")
+    weight, scale, gs = (torch.empty(n, size, dtype=torch.uint8, device="meta") for size in (k // 2, k // 16, 4))
+    pqs = torch.empty(k, dtype=torch.bfloat16, device="meta") if per_channel else None
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
+    launcher(x, weight, scale, gs.view(-1).view(torch.float32), None, pqs, out)
+    assert launches
+    for grid, args in launches:
+        assert grid[0] < 1 << 31 and max(grid[1:]) < 1 << 16
+        assert all(argument < 1 << 31 for argument in args if isinstance(argument, int))
+        strides = [a.stride(0) for a in args if isinstance(a, torch.Tensor) and a.shape == (m, k)]
+        assert all(stride <= 1 << 30 for stride in strides)
