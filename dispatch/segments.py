@@ -143,8 +143,11 @@ def _defaults(
     m_lo: int,
     m_hi: int | None,
 ) -> list[Segment]:
-    """Segments of default configs over m_lo to m_hi: at every M the kernel made for the narrowest range around it."""
-    starts = {m_lo, *ANCHORS}
+    """Segments of default configs over m_lo to m_hi: at every M the kernel made for the narrowest range around it.
+
+    Like a plan's, a segment ends at an anchor and runs what suits that anchor: M is rounded up.
+    """
+    starts = {m_lo, *(anchor + 1 for anchor in ANCHORS)}
     for kernel in usable.values():
         for low, high in kernel.made_for:
             starts |= {low} if high is None else {low, high + 1}
@@ -173,9 +176,9 @@ def _defaults(
 def _default_config(
     device: Device, problem: Problem, kernel: Kernel, start: int, end: int | None, refusals: dict[str, str]
 ) -> Any | None:
-    """The default for some M of the range that is valid all over it; None, with the reason noted, if there is none."""
+    """The default for the largest M of the range whose default is valid all over it; None, with the reason noted."""
     probes = _probes(start, end)
-    for at in probes:
+    for at in reversed(probes):
         config = kernel.default_config(device, problem, at)
         verdicts = [kernel.is_valid(device, problem, config, m) for m in probes]
         if all(verdicts):

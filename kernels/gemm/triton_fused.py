@@ -28,7 +28,7 @@ PERMUTE_TOKENS = 4  # tokens per block of the kernel that orders x; divides ever
 WORDS = 16  # per step: 256 k. With 32, ptxas serialises the wgmmas (H200, 2026-11: 3 to 60 % slower)
 # By tokens per tile: what lets one block more onto a Hopper multiprocessor without spilling in the loop.
 CAPS = {16: 80, 32: 96}
-MAX_M = 1024  # from 256 on two_pass is ahead, at 1024 by a factor of two (H200, 2026-11)
+MAX_M = 1024  # from about 192 on two_pass is ahead, at 1024 by a factor of two (H200, 2026-11)
 ROWS_PER_WARP = 16  # with 32 the tile's words spill, with 8 a warpgroup has no whole wgmma
 
 
@@ -49,7 +49,7 @@ class TritonFused(Kernel):
     name = "triton_fused"
     config_type = TritonFusedConfig
     packages = ("triton",)
-    made_for = ((1, 255),)
+    made_for = ((1, 192),)
 
     def supports(self, device: Device, problem: Problem) -> Verdict:
         """CUDA, sm_80 and newer."""
@@ -80,20 +80,27 @@ class TritonFused(Kernel):
         )
 
     def default_config(self, device: Device, problem: Problem, m: int) -> TritonFusedConfig:
-        """The smallest token tile that holds m, and a split that gives every multiprocessor up to four blocks.
+        """The smallest token tile that holds m, and the finest split that every multiprocessor has room for.
 
-        From measurements on an H200 (2026-11) at 4096x4096, 28672x4096 and 8192x28672.
+        The constants are those that come closest to the best config of every shape and M, to 4 to 11 % in geometric
+        mean, over bench/results/2026-11-30-h200-tune.json.
         """
         block_m = next((b for b in (16, 32) if m <= b), 64)
         widest = TritonFusedConfig(block_m=64, block_n=128, split=1, stages=2, max_registers=0)
         # 99 KiB of shared memory hold it only where scales can be copied asynchronously.
         block_n = 128 if block_m == 64 and smem_bytes(widest, problem.k) <= device.smem_bytes else 64
+        registers = CAPS[16] if block_m == 16 and device.capability == (9, 0) else 0
+        room = {16: 5.0, 32: 4.0, 64: 2.5}[block_m] * device.units
+        many = {16: 8, 32: 12}.get(block_m)  # steps from which one more copy in flight pays
         tiles = -(-problem.n // block_n) * -(-m // block_m)
         for split in (16, 8, 4, 2, 1):
             steps = -(-problem.k // (16 * WORDS * split))
-            stages = 3 if steps >= 8 and block_m < 64 else 2
-            config = TritonFusedConfig(block_m=block_m, block_n=block_n, split=split, stages=stages, max_registers=0)
-            if split == 1 or (tiles * split <= 4 * device.units and self.is_valid(device, problem, config, m)):
+            stages = 3 if many is not None and steps >= many else 2
+            config = TritonFusedConfig(
+                block_m=block_m, block_n=block_n, split=split, stages=stages, max_registers=registers
+            )
+            fits = tiles * split <= room and steps >= 2 and self.is_valid(device, problem, config, m)
+            if split == 1 or fits:
                 break
         return config
 

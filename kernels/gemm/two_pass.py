@@ -40,7 +40,7 @@ class TwoPass(Kernel):
     name = "two_pass"
     config_type = TwoPassConfig
     packages = ("triton",)
-    made_for = ((256, None),)
+    made_for = ((193, None),)
 
     def supports(self, device: Device, problem: Problem) -> Verdict:
         """CUDA, sm_80 and newer."""

@@ -52,9 +52,10 @@ def test_ties_go_by_name(install, fake):
     assert {name for *_, name, _ in table_of(choose())} == {"a"}
 
 
-def test_default_configs_change_at_anchors(install, fake):
+def test_default_configs_change_at_anchors_and_m_is_rounded_up(install, fake):
+    """M = 40 runs what suits 48, as in a plan: tiles for 32 tokens would take two turns."""
     install(fake("a", default_tile=lambda m: 16 if m < 48 else 64))
-    assert table_of(choose()) == [(1, 47, "a", 16), (48, None, "a", 64)]
+    assert table_of(choose()) == [(1, 32, "a", 16), (33, None, "a", 64)]
 
 
 def test_no_range_contains_m_takes_the_nearest(install, fake):
@@ -66,7 +67,7 @@ def test_no_range_contains_m_takes_the_nearest(install, fake):
 
 def test_kernel_that_refuses_large_m_gives_way(install, fake):
     install(fake("a", m_max=100), fake("b", made_for=((4096, None),)))
-    assert [(lo, hi, name) for lo, hi, name, _ in table_of(choose())] == [(1, 95, "a"), (96, None, "b")]
+    assert [(lo, hi, name) for lo, hi, name, _ in table_of(choose())] == [(1, 96, "a"), (97, None, "b")]
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_an_entry_must_be_valid_inside_its_range_too(install, fake, set_plan):
 
 def test_a_default_that_goes_on_for_ever_must_be_valid_far_beyond_its_beginning(install, fake):
     install(fake("a"), fake("small", m_max=100_000, made_for=((4096, None),)))
-    assert table_of(choose()) == [(1, 4095, "a", 16), (4096, 8191, "small", 16), (8192, None, "a", 16)]
+    assert table_of(choose()) == [(1, 4095, "a", 16), (4096, 8192, "small", 16), (8193, None, "a", 16)]
 
 
 @pytest.mark.parametrize(
