@@ -52,8 +52,8 @@ def test_fused_neither_spills_nor_exceeds_its_prediction(device, problem, m, tmp
     used = resources(KERNEL.build(device, problem, config)._launch, tmp_path)
     assert used["registers"] <= 255
     assert used["smem"] <= smem_bytes(config, problem.k) <= device.smem_bytes
-    # Where it was tuned nothing spills; elsewhere a few registers may (sm_100: 16 bytes, unaligned K: 56).
-    assert used["stack"] == 0 if device.capability == (9, 0) else used["stack"] <= 64
+    # Where it was tuned nothing spills in the loop: 16 bytes outside it under a cap. Elsewhere a few registers may.
+    assert used["stack"] <= (64 if device.capability != (9, 0) else 16 if config.max_registers else 0)
 
 
 @pytest.mark.parametrize("index", range(0, 80, 11))
