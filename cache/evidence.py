@@ -99,6 +99,9 @@ def gather(
 
     Parameters
     ----------
+    measurements
+        In the order they were added, as `Store.measurements` returns them: that order says which row is the newest.
+        Clocks are set back.
     kernels
         The kernels that exist here, by name.
     implementation_by_kernel
@@ -111,7 +114,7 @@ def gather(
     usable = _usable_kernels(device, problem, kernels, allow_nondeterministic)
     seen: dict[tuple[str, str], Candidate | None] = {}
     newest: dict[tuple[Candidate, int], dict[str, Measurement]] = {}
-    for row in sorted(measurements, key=lambda row: row.when):
+    for row in measurements:
         if row.device != device or row.problem != problem or row.layout != usable.get(row.kernel):
             continue
         if known.get(row.kernel) != row.implementation:

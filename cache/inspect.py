@@ -148,9 +148,9 @@ def roofline_us(problem: Problem, m: int, limits: Limits) -> float | None:
 
 
 def baseline_us(rows: Iterable[Measurement], m: int, protocol: str) -> float | None:
-    """The newest time of BASELINE at M = m: under this protocol if there is one, else under the other."""
+    """The time of BASELINE at M = m that was added last: under this protocol if there is one, else under the other."""
     newest: dict[str, Measurement] = {}
-    for row in sorted(rows, key=lambda row: row.when):
+    for row in rows:
         if row.kernel == BASELINE and row.m == m and row.status == "ok" and row.environment.timing == TIMING:
             newest[row.protocol] = row
     chosen = newest.get(protocol) or newest.get("final") or newest.get("screen")

@@ -119,7 +119,7 @@ class Store:
         return added
 
     def measurements(self, device: Device, problem: Problem) -> list[Measurement]:
-        """All that was measured for one problem on one device, oldest first."""
+        """All that was measured for one problem on one device, in the order it was added: the last row is the newest."""
         with self._reading():
             device_id, problem_id = self._pair(device, problem)
             if device_id is None or problem_id is None:
@@ -127,7 +127,7 @@ class Store:
             return list(rows.select_measurements(self._connection, device_id, problem_id))
 
     def all_measurements(self) -> Iterator[Measurement]:
-        """Every measurement of the database, oldest first."""
+        """Every measurement of the database, in the order it was added."""
         with explain(self.path):
             yield from rows.select_measurements(self._connection)
 
@@ -171,8 +171,9 @@ class Store:
     def merge_from(self, other: Path) -> int:
         """Add the measurements of another database; those that are here already are skipped.
 
-        Commutative and idempotent: the same rows result in whatever order files are merged, however often. Plans are
-        not merged: make them again from the merged measurements.
+        The same rows result in whatever order files are merged, however often. Where two files timed one candidate at
+        the same M, the rows added last count as the newest. Plans are not merged: make them again from the merged
+        measurements.
 
         Returns
         -------

@@ -126,8 +126,8 @@ def test_finals_decide_and_a_screen_cannot_beat_one(plan, fake):
 def test_the_newest_time_of_a_candidate_counts(plan, fake):
     a, b = fake.Kernel("a"), fake.Kernel("b")
     rows = [
-        fake.measurement(a, 1, 3.0, when=2.0),
-        fake.measurement(a, 1, 1.0, when=1.0),
+        fake.measurement(a, 1, 1.0, when=2.0),
+        fake.measurement(a, 1, 3.0, when=1.0),  # added later, by a clock that was set back
         fake.measurement(b, 1, 2.0, when=1.0),
     ]
     assert chosen(plan(rows, a, b)) == [(1, None, "b", 16)]

@@ -173,6 +173,15 @@ def rows_of(path: Path) -> set[tuple]:
         return {(row.uuid, row.kernel, row.m, row.p50_us) for row in store.all_measurements()}
 
 
+def test_measurements_come_in_the_order_they_were_added_whatever_the_clock_said(db, fake):
+    rows = [fake.measurement("a", 1, us, when=when) for us, when in ((1.0, 30.0), (2.0, 10.0), (3.0, 20.0))]
+    with Store.open(db) as store:
+        for row in rows:
+            store.add([row])
+        assert store.measurements(fake.device, fake.problem) == rows
+        assert list(store.all_measurements()) == rows
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(owners=st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=6))
 def test_merge_is_commutative_and_idempotent(tmp_path_factory, fake, owners):
