@@ -11,6 +11,7 @@ from ..kernels.problem import Device, Problem
 from .evidence import TRUST_LOST, Evidence, gather, implementations
 from .records import BASELINE, TIMING, Measurement
 from .store import Store
+from .words import candidate_words, microseconds
 
 __all__ = ["Fate", "FateAt", "Why", "why"]
 
@@ -77,7 +78,7 @@ def why(
     if config is not None and (parsed := found.parse_config(device, problem, config)) is not None:
         wanted = parsed.to_json()
     by_config: dict[str, list[Measurement]] = {} if wanted is None else {wanted: []}
-    for row in sorted(rows, key=lambda row: row.when):
+    for row in rows:
         if row.kernel == kernel and (wanted is None or row.config in (wanted, config)):
             by_config.setdefault(wanted or row.config, []).append(row)
     fates = [_fate(evidence, found, known[kernel], text, mine) for text, mine in by_config.items()]
@@ -163,7 +164,7 @@ def _fate_at(evidence: Evidence, kernel: Kernel, config: object, rows: Sequence[
         return FateAt(m=m, outcome="won", p50_us=mine.p50_us, best=name, best_us=best.p50_us, slower=0.0)
     slower = mine.p50_us / best.p50_us - 1
     lost = mine.protocol == best.protocol
-    words = f"{mine.p50_us:.4g} us against {best.p50_us:.4g} us of {name}"
+    words = f"{microseconds(mine.p50_us)} µs against {microseconds(best.p50_us)} µs of {candidate_words(name)}"
     return FateAt(
         m=m,
         outcome="lost" if lost else "screened out",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 from ..cache.records import Interval
+from ..cache.words import candidate_words, config_words, microseconds
 from ..kernels.problem import Device, Problem
 
 __all__ = [
@@ -40,21 +41,6 @@ def problem_words(problem: Problem) -> str:
     return problem.label.replace(problem.dtype, SHORT_DTYPES.get(problem.dtype, problem.dtype))
 
 
-def config_words(text: str) -> str:
-    """ "block_rows=64 lookup=quad" from a config's JSON; other text as it is."""
-    try:
-        fields = msgspec.json.decode(text, type=dict[str, int | float | str | bool])
-    except msgspec.DecodeError:
-        return text
-    return " ".join(f"{name}={value}" for name, value in fields.items())
-
-
-def candidate_words(text: str) -> str:
-    """The same for "kernel {config}"."""
-    kernel, _, config = text.partition(" ")
-    return f"{kernel} {config_words(config)}" if config else kernel
-
-
 def interval_words(interval: Interval) -> str:
     """ "1", "2-8", "129+"."""
     if interval.m_hi is None:
@@ -69,13 +55,6 @@ def kernels_by_m(intervals: Sequence[Interval]) -> str:
         run = tuple(group)
         parts.append(f"{kernel} {interval_words(msgspec.structs.replace(run[0], m_hi=run[-1].m_hi))}")
     return ", ".join(parts)
-
-
-def microseconds(us: float | None) -> str:
-    """Three or four digits; "" for None."""
-    if us is None:
-        return ""
-    return f"{us:,.0f}" if us >= 1000 else f"{us:.0f}" if us >= 200 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
 
 
 def ratio(times: float | None) -> str:

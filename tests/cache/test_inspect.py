@@ -139,8 +139,26 @@ def test_why_a_candidate_lost(store, fake, kernels):
     lost, won = found.at
     assert (lost.m, lost.outcome, lost.best_us) == (1, "lost", 5.0)
     assert lost.slower == pytest.approx(0.6)
-    assert "8 us against 5 us of b" in lost.reason
+    assert lost.reason == "8.00 µs against 5.00 µs of b num_warps=4 tile=16"
     assert (won.m, won.outcome) == (128, "won")
+
+
+def test_why_a_slow_candidate_lost_in_digits_that_can_be_read(tmp_path, fake, kernels):
+    with Store.open(tmp_path / "slow.db") as store:
+        store.add([fake.measurement(kernels["a"], 8192, 11090.4), fake.measurement(kernels["b"], 1, 1.0)])
+        store.add([fake.measurement(kernels["a"], 8192, 10250.0, tile=32)])
+        lost = fate(store, fake, kernels, "a").at[0]
+    assert lost.reason == "11,090 µs against 10,250 µs of a num_warps=4 tile=32"
+
+
+def test_the_row_added_last_is_the_newest_whatever_the_clock_said(tmp_path, fake, kernels):
+    before, after = (fake.measurement(kernels["a"], 1, us, when=when) for us, when in ((5.0, 2.0), (7.0, 1.0)))
+    bf16 = [fake.measurement(fake.baseline, 1, us, when=when) for us, when in ((50.0, 2.0), (70.0, 1.0))]
+    with Store.open(tmp_path / "clock.db") as store:
+        store.add([before, after, *bf16])
+        assert fate(store, fake, kernels, "a").at[0].p50_us == 7.0
+        (at,) = report(store, fake.device, fake.problem, kernels).anchors
+    assert (at.p50_us, at.bf16_us) == (7.0, 70.0)
 
 
 def test_why_a_screened_candidate_lost(store, fake, kernels):
