@@ -16,8 +16,10 @@ def environment() -> Environment:
     """The software of this process. Creates no CUDA context and imports no compiler."""
     import torch
 
+    from .. import __version__
+
     return Environment(
-        nvfp4=_version("nvfp4"),
+        nvfp4=__version__,  # not the installed distribution's: a checkout on the path has none
         torch=str(torch.__version__),  # a plain str: TorchVersion cannot be encoded
         triton=_version("triton"),
         cutlass_dsl=_version("nvidia-cutlass-dsl"),

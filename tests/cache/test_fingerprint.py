@@ -17,6 +17,18 @@ def test_the_environment_names_the_software_of_this_process():
     assert found.nvfp4
 
 
+def test_a_checkout_that_is_not_installed_names_its_own_version(monkeypatch):
+    import nvfp4
+    from nvfp4.cache import fingerprint
+
+    def absent(distribution):
+        raise fingerprint.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(fingerprint, "version", absent)
+    found = environment.__wrapped__()
+    assert (found.nvfp4, found.triton) == (nvfp4.__version__, "")
+
+
 def test_the_environment_of_this_process_can_be_saved(db, fake):
     row = fake.measurement("a", 1, 1.0, environment=environment())
     with Store.open(db) as store:
