@@ -28,7 +28,7 @@ PERMUTE_TOKENS = 4  # tokens per block of the kernel that orders x; divides ever
 WORDS = 16  # per step: 256 k. With 32, ptxas serialises the wgmmas (H200, 2026-11: 3 to 60 % slower)
 # By tokens per tile: what lets one block more onto a Hopper multiprocessor without spilling in the loop.
 CAPS = {16: 80, 32: 96}
-MAX_M = 1024  # from about 192 on two_pass is ahead, at 1024 by a factor of two (H200, 2026-11)
+MAX_M = 1024  # two_pass is ahead from about 192 on (H200, 2026-11)
 ROWS_PER_WARP = 16  # with 32 the tile's words spill, with 8 a warpgroup has no whole wgmma
 
 
