@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..problem import Device, Problem, Verdict
@@ -72,7 +73,7 @@ def valid_split(device: Device, problem: Problem, m: int, config: SplitKConfig, 
     return Verdict(True)
 
 
-class SplitKLaunch:
+class SplitKLaunch(ABC):
     """Launches one split-K kernel over [tiles, splits] with a workspace of its own per call.
 
     Subclasses say how x reaches the kernel, and which integer it takes besides INTEGERS.
@@ -119,9 +120,9 @@ class SplitKLaunch:
             after_pdl=after_pdl,
         )
 
+    @abstractmethod
     def prepare(self, x: Tensor, pre_quant_scale: Tensor | None) -> tuple[Tensor, int]:
         """X as the kernel reads it, and the value of EXTRA."""
-        raise NotImplementedError
 
     def grid(self, row_tiles: int, token_tiles: int) -> tuple[int, int, int]:
         """Blocks: the second axis is the split."""

@@ -7,13 +7,16 @@ float16 values per two bytes ("quad"; half the gathers, one more conversion). Bl
 so code * scale is exact. The dense weight never exists as a whole: a block of float32 values stays in cache between the
 look-up and the product.
 
-All work runs on torch's intra-op threads, as many as the caller has set. A pool of threads with one-thread ops was
-about a third faster at M = 1 and no faster at M = 16 (2 busy cores), but torch.set_num_threads, called in a worker,
-also changes the default of every thread that starts later.
+The blocks are done one after another on torch's intra-op threads, or side by side on threads of this kernel's own,
+each with ops of one thread: fewer hand-overs, one block in cache per thread.
 """
 
 from __future__ import annotations
 
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -25,7 +28,7 @@ from ..problem import Device, Problem, Verdict
 if TYPE_CHECKING:
     from torch import Tensor
 
-BLOCK_ROWS = (16, 32, 64, 128, 256, 512, 1024)
+BLOCK_ROWS = (32, 64, 128, 256, 512)
 MAX_BLOCK_BYTES = 64 << 20
 MANY_TOKENS = 4  # above, products have weight rows as rows
 
@@ -36,6 +39,7 @@ class CpuBlockedConfig(Config):
 
     block_rows: int  # weight rows per block
     lookup: str  # "pair": a byte to two float32; "quad": two bytes to four float16
+    threads: int  # that take blocks side by side; 0: one after another, on torch's intra-op threads
 
 
 class CpuBlocked(Kernel):
@@ -54,25 +58,28 @@ class CpuBlocked(Kernel):
 
     def is_valid(self, device: Device, problem: Problem, config: CpuBlockedConfig, m: int) -> Verdict:
         """The block fits the cache; and blocks beyond N would all be the same."""
-        size_bytes = 4 * config.block_rows * problem.k
+        if config.threads > 1 and -(-problem.n // config.block_rows) < config.threads:
+            return Verdict.no(f"fewer blocks of {config.block_rows} rows than {config.threads} threads")
+        size_bytes = 4 * config.block_rows * problem.k * max(1, config.threads)
         smallest = config.block_rows == min(BLOCK_ROWS)
         limit = min(device.l2_bytes or MAX_BLOCK_BYTES, MAX_BLOCK_BYTES)
-        if size_bytes > limit and not smallest:
-            return Verdict.no(f"a block of {size_bytes >> 20} MiB does not fit {limit >> 20} MiB of cache")
+        if size_bytes > limit and not (smallest and config.threads <= 1):
+            return Verdict.no(f"blocks of {size_bytes >> 20} MiB do not fit {limit >> 20} MiB of cache")
         if config.block_rows >= 2 * problem.n and not smallest:
             return Verdict.no(f"blocks of {config.block_rows} rows are twice N = {problem.n} or more")
         return Verdict(True)
 
     def space(self, device: Device, problem: Problem) -> Space[CpuBlockedConfig]:
-        """Block sizes and look-ups."""
-        return Space(CpuBlockedConfig, {"block_rows": BLOCK_ROWS, "lookup": ("pair", "quad")})
+        """Block sizes, look-ups, and powers of two of threads up to the cores."""
+        threads = (0, *(1 << i for i in range(device.units.bit_length())))
+        return Space(CpuBlockedConfig, {"block_rows": BLOCK_ROWS, "lookup": ("pair", "quad"), "threads": threads})
 
     def default_config(self, device: Device, problem: Problem, m: int) -> CpuBlockedConfig:
         """Blocks of about 1 MiB, or 4 MiB for many tokens: they fit a cache, and outweigh the cost of the calls."""
         wanted = (1 << 20 if m <= 64 else 4 << 20) // (4 * problem.k)
         rows = max((r for r in BLOCK_ROWS if r <= min(wanted, 2 * problem.n - 1)), default=min(BLOCK_ROWS))
-        config = CpuBlockedConfig(block_rows=rows, lookup="pair")
-        smallest = CpuBlockedConfig(block_rows=min(BLOCK_ROWS), lookup="pair")
+        config = CpuBlockedConfig(block_rows=rows, lookup="pair", threads=0)
+        smallest = CpuBlockedConfig(block_rows=min(BLOCK_ROWS), lookup="pair", threads=0)
         return config if self.is_valid(device, problem, config, m) else smallest
 
     def build(self, device: Device, problem: Problem, config: CpuBlockedConfig) -> Launcher:
@@ -108,16 +115,57 @@ class _Launch:
         x = (x if pre_quant_scale is None else x * pre_quant_scale).float()
         columns = x.t().contiguous() if x.shape[0] > MANY_TOKENS else None
         rows = min(self.config.block_rows, n)
-        decoder = _Decoder(self.config.lookup, rows, k)
-        for first in range(0, n, rows):
-            block = slice(first, min(n, first + rows))
-            dense = decoder(weight[block], weight_scale[block])
-            # MKL, one thread, 16 tokens, 4096 x 4096 in blocks of 128 rows: 18 ms with tokens as rows, 5 ms this way.
-            y = x @ dense.t() if columns is None else (dense @ columns).t()
-            y *= global_scale if global_scale.shape[0] == 1 else global_scale[block]
-            if bias is not None:
-                y += bias[block]
-            out[:, block] = y
+
+        def work(firsts: Sequence[int]) -> None:
+            decoder = _Decoder(self.config.lookup, rows, k)
+            for first in firsts:
+                block = slice(first, min(n, first + rows))
+                dense = decoder(weight[block], weight_scale[block])
+                # With many tokens a matrix library does better when the weight rows are the rows of the product.
+                y = x @ dense.t() if columns is None else (dense @ columns).t()
+                y *= global_scale if global_scale.shape[0] == 1 else global_scale[block]
+                if bias is not None:
+                    y += bias[block]
+                out[:, block] = y
+
+        firsts = range(0, n, rows)
+        if self.config.threads:
+            _side_by_side(work, [firsts[i :: self.config.threads] for i in range(self.config.threads)])
+        else:
+            work(firsts)
+
+
+def _side_by_side(work: Callable[[Sequence[int]], None], shares: list[Sequence[int]]) -> None:
+    """One share on each worker; inference mode, which belongs to a thread, goes along."""
+    import torch
+
+    inference = torch.is_inference_mode_enabled()
+
+    def run(share: Sequence[int]) -> None:
+        with torch.inference_mode(inference), torch.no_grad():
+            work(share)
+
+    list(_workers(len(shares)).map(run, shares))
+
+
+@cache
+def _workers(count: int) -> ThreadPoolExecutor:
+    """Threads whose torch ops run on one thread each.
+
+    torch.set_num_threads also sets the default of threads that start later, so all workers start here, and the setting
+    of the caller is put back behind them.
+    """
+    import torch
+
+    before = torch.get_num_threads()
+    all_here = threading.Barrier(count)
+    pool = ThreadPoolExecutor(count, "nvfp4-cpu", initializer=torch.set_num_threads, initargs=(1,))
+    list(pool.map(lambda _: all_here.wait(), range(count)))
+    torch.set_num_threads(before)
+    return pool
+
+
+os.register_at_fork(after_in_child=_workers.cache_clear)  # a child has none of its parent's threads
 
 
 class _Decoder:

@@ -1,5 +1,6 @@
 """cpu_blocked beyond what every kernel must do: its configs, its use of threads, awkward storage."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -29,11 +30,14 @@ def run(launcher, x, weight, scale, gs, bias=None, pqs=None):
 
 
 @pytest.mark.parametrize("lookup", ["pair", "quad"])
-@pytest.mark.parametrize("rows", [16, 64, 512])
+@pytest.mark.parametrize("rows", [32, 64, 512])
 @pytest.mark.parametrize("m", [1, 2, 19])
-def test_every_lookup_and_block_size(lookup, rows, m):
+@pytest.mark.parametrize("threads", [0, 1, 3])
+def test_every_lookup_block_size_and_thread_count(lookup, rows, m, threads):
     x, weight, scale, gs = tensors(200, 112, m)
-    launcher = KERNEL.build(CPU, Problem(n=200, k=112), CpuBlockedConfig(block_rows=rows, lookup=lookup))
+    launcher = KERNEL.build(
+        CPU, Problem(n=200, k=112), CpuBlockedConfig(block_rows=rows, lookup=lookup, threads=threads)
+    )
     ref = reference.gemm(x, weight, scale, gs, round_output=False)
     assert_gemm_close(run(launcher, x, weight, scale, gs), ref, k=112, dtype=x.dtype)
 
@@ -54,14 +58,14 @@ def test_weights_at_odd_addresses(lookup):
     x, weight, scale, gs = tensors(24, 48, 3)
     buffer = torch.zeros(1 + weight.numel(), dtype=torch.uint8)
     buffer[1:] = weight.flatten()
-    launcher = KERNEL.build(CPU, Problem(n=24, k=48), CpuBlockedConfig(block_rows=16, lookup=lookup))
+    launcher = KERNEL.build(CPU, Problem(n=24, k=48), CpuBlockedConfig(block_rows=32, lookup=lookup, threads=0))
     assert torch.equal(run(launcher, x, buffer[1:].view(weight.shape), scale, gs), run(launcher, x, weight, scale, gs))
 
 
 @pytest.mark.parametrize("lookup", ["pair", "quad"])
 def test_rows_do_not_depend_on_how_many_there_are(lookup):
     x, weight, scale, gs = tensors(104, 256, 257)
-    launcher = KERNEL.build(CPU, Problem(n=104, k=256), CpuBlockedConfig(block_rows=32, lookup=lookup))
+    launcher = KERNEL.build(CPU, Problem(n=104, k=256), CpuBlockedConfig(block_rows=32, lookup=lookup, threads=0))
     ref = reference.gemm(x, weight, scale, gs, round_output=False)
     full = run(launcher, x, weight, scale, gs)
     for m in (1, 2, 3, 4, 5, 6, 15, 16, 17, 31, 64, 128, 256):
@@ -72,7 +76,7 @@ def test_rows_do_not_depend_on_how_many_there_are(lookup):
 
 def test_parameters_are_constants():
     x, weight, scale, gs = tensors(24, 48, 3)
-    launcher = KERNEL.build(CPU, Problem(n=24, k=48), CpuBlockedConfig(block_rows=16, lookup="pair"))
+    launcher = KERNEL.build(CPU, Problem(n=24, k=48), CpuBlockedConfig(block_rows=32, lookup="pair", threads=0))
     bias, pqs = torch.ones(24, dtype=x.dtype), torch.ones(48, dtype=x.dtype)
     parameters = (gs.requires_grad_(), bias.requires_grad_(), pqs.requires_grad_())
     assert not run(launcher, x, weight, scale, *parameters).requires_grad
@@ -89,10 +93,11 @@ def test_rows_of_x_at_any_stride():
     assert torch.equal(run(launcher, wide[:, :64], weight, scale, gs)[:1].isfinite(), right.isfinite())
 
 
-def test_calls_from_several_threads_agree():
+@pytest.mark.parametrize("threads", [0, 2])
+def test_calls_from_several_threads_agree(threads):
     x, weight, scale, gs = tensors(256, 256, 4)
     problem = Problem(n=256, k=256)
-    launcher = KERNEL.build(CPU, problem, KERNEL.default_config(CPU, problem, 4))
+    launcher = KERNEL.build(CPU, problem, CpuBlockedConfig(block_rows=64, lookup="pair", threads=threads))
     right = run(launcher, x, weight, scale, gs)
     start = threading.Barrier(4)
 
@@ -105,26 +110,45 @@ def test_calls_from_several_threads_agree():
     assert all(torch.equal(r, right) for r in results)
 
 
-def test_thread_settings_stay():
+@pytest.mark.parametrize("threads", [0, 2])
+def test_thread_settings_stay(threads):
     def seen_by_a_new_thread():
         with ThreadPoolExecutor(1) as pool:
             return pool.submit(torch.get_num_threads).result()
 
     before = torch.get_num_threads(), seen_by_a_new_thread()
     x, weight, scale, gs = tensors(64, 64, 2)
-    problem = Problem(n=64, k=64)
-    run(KERNEL.build(CPU, problem, KERNEL.default_config(CPU, problem, 2)), x, weight, scale, gs)
+    config = CpuBlockedConfig(block_rows=32, lookup="pair", threads=threads)
+    run(KERNEL.build(CPU, Problem(n=64, k=64), config), x, weight, scale, gs)
     assert (torch.get_num_threads(), seen_by_a_new_thread()) == before
+
+
+def test_own_threads_work_in_inference_mode_and_after_a_fork():
+    x, weight, scale, gs = tensors(64, 64, 2)
+    config = CpuBlockedConfig(block_rows=32, lookup="pair", threads=2)
+    launcher = KERNEL.build(CPU, Problem(n=64, k=64), config)
+    right = run(launcher, x, weight, scale, gs)
+    with torch.inference_mode():
+        assert torch.equal(run(launcher, x, weight, scale, gs), right)
+    child = os.fork()
+    if child == 0:  # the workers of the parent are not here
+        os._exit(0 if torch.equal(run(launcher, x, weight, scale, gs), right) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_more_threads_than_blocks_are_refused():
+    config = CpuBlockedConfig(block_rows=512, lookup="pair", threads=2)
+    assert "fewer blocks" in KERNEL.is_valid(CPU, Problem(n=300, k=64), config, 1).reason
 
 
 @pytest.mark.parametrize("n", [1, 8, 100, 4096, 151936])
 @pytest.mark.parametrize("k", [16, 352, 4096, 28672])
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20, 300 << 20])
 def test_default_is_valid_and_the_space_is_small(n, k, cache_bytes):
-    device = Device(kind="cpu", name="test", l2_bytes=cache_bytes)
+    device = Device(kind="cpu", name="test", units=16, l2_bytes=cache_bytes)
     problem = Problem(n=n, k=k)
     space = KERNEL.space(device, problem)
-    assert len(space) < 40
+    assert len(space) <= 60
     for m in (1, 16, 4096):
         default = KERNEL.default_config(device, problem, m)
         assert default in space
@@ -140,7 +164,9 @@ def test_supports_cpus_only():
 
 def test_blocks_that_do_not_fit_are_refused():
     small = Device(kind="cpu", name="test", l2_bytes=1 << 20)
-    verdict = KERNEL.is_valid(small, Problem(n=4096, k=4096), CpuBlockedConfig(block_rows=512, lookup="pair"), 1)
-    assert "does not fit 1 MiB" in verdict.reason
-    verdict = KERNEL.is_valid(CPU, Problem(n=8, k=64), CpuBlockedConfig(block_rows=512, lookup="pair"), 1)
+    verdict = KERNEL.is_valid(
+        small, Problem(n=4096, k=4096), CpuBlockedConfig(block_rows=512, lookup="pair", threads=0), 1
+    )
+    assert "do not fit 1 MiB" in verdict.reason
+    verdict = KERNEL.is_valid(CPU, Problem(n=8, k=64), CpuBlockedConfig(block_rows=512, lookup="pair", threads=0), 1)
     assert "twice N = 8" in verdict.reason
