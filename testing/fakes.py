@@ -35,6 +35,9 @@ TROUBLES = (
     "build_error",
     "guard_rows",
     "changes_weights",
+    "ignores_bias",
+    "ignores_pre_quant_scale",
+    "ignores_row_scales",
     "abort",
     "segfault",
     "hang",
@@ -157,6 +160,8 @@ class Trouble(_Fake):
             pqs: Tensor | None,
             out: Tensor,
         ) -> None:
+            if pqs is not None and config.what != "ignores_pre_quant_scale":
+                x = (x.float() * pqs.float()).to(x.dtype)
             _go_wrong(config.what, x, weight, scale, gs, bias, out)
 
         return launch
@@ -175,6 +180,10 @@ def _go_wrong(
         raise RuntimeError("too many resources requested for launch")
     elif what in ("abort", "segfault", "hang"):
         _misbehave(what)
+    elif what == "ignores_bias":
+        multiply(x, weight, scale, gs, None, out)
+    elif what == "ignores_row_scales":
+        multiply(x, weight, scale, gs[:1], bias, out)
     else:
         multiply(x, weight, scale, gs, bias, out)
         m, n = out.shape

@@ -13,6 +13,7 @@ from ..kernels.problem import Device, Problem
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
 from ..testing.close import relative_tolerance
+from .variants import distinct_scales, variants
 
 __all__ = ["GUARD_ROWS", "POOL_ROWS", "Inputs", "copies_needed", "rows_to_check"]
 
@@ -87,9 +88,10 @@ class Case:
             )
         return self._tolerances[start, m]
 
-    def pack(self, layout_id: str) -> Weight:
-        """This weight in a layout."""
-        return to_layout(self.weight, self.scale, self.global_scale, layout_id=layout_id)
+    def pack(self, layout_id: str, global_scale: Tensor | None = None) -> Weight:
+        """This weight in a layout, or one with another global scale."""
+        gs = self.global_scale if global_scale is None else global_scale
+        return to_layout(self.weight, self.scale, gs, layout_id=layout_id)
 
 
 class Inputs:
@@ -101,10 +103,13 @@ class Inputs:
         self.problem = problem
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
         self.max_m = max((*ms, POOL_ROWS))
-        self.x = torch.randn(self.max_m, problem.k, device=place).to(self.dtype)
+        self.x = torch.randn(self.max_m, problem.k, device=place, dtype=self.dtype)
         known = {*range(POOL_ROWS), *(row for m in ms for row in rows_to_check(m))}
         self.plain = Case(problem, self.x, sorted(known), extreme=False)
         self.extreme = Case(problem, self.x, range(POOL_ROWS), extreme=True)
+        self.row_scales = distinct_scales(self.extreme.global_scale, problem.n)
+        plain = self.extreme.pack("checkpoint")
+        self.variants = variants(self.x[:POOL_ROWS], plain, self.extreme.exact, self.row_scales)
         self._sets: dict[str, _Set] = {}
         self._dense: list[Tensor] | None = None
         self._buffer: Tensor | None = None
@@ -113,13 +118,15 @@ class Inputs:
         """Rotating copies of the plain weight in one layout."""
         return self._set(layout_id).copies
 
-    def extreme_weight(self, layout_id: str) -> Weight:
-        """The weight with extreme block scales, in one layout."""
-        return self._set(layout_id).extreme
+    def extreme_weight(self, layout_id: str, *, per_row: bool = False) -> Weight:
+        """The weight with extreme block scales, in one layout; with one global scale, or with `row_scales`."""
+        made = self._set(layout_id)
+        return made.per_row if per_row else made.extreme
 
     def _set(self, layout_id: str) -> _Set:
         if layout_id not in self._sets:
             first, extreme = self.plain.pack(layout_id), self.extreme.pack(layout_id)
+            per_row = self.extreme.pack(layout_id, self.row_scales)
             count = copies_needed(self.device, first.nbytes)
             data = _rotating(first.data, count)
             scale = [None] * count if first.scale is None else _rotating(first.scale, count)
@@ -134,7 +141,7 @@ class Inputs:
                 )
                 for i in range(count)
             ]
-            self._sets[layout_id] = made = _Set(copies, extreme)
+            self._sets[layout_id] = made = _Set(copies, extreme, per_row)
             made.checksum = self._checksum(made)
         return self._sets[layout_id]
 
@@ -172,13 +179,17 @@ class Inputs:
         """Give all memory back."""
         self._buffer = self._dense = None
         self._sets.clear()
-        del self.x, self.plain, self.extreme
+        del self.x, self.plain, self.extreme, self.row_scales, self.variants
         if self.place.type == "cuda":
             torch.cuda.empty_cache()
 
     def _checksum(self, made: _Set) -> int:
-        first, extreme = made.copies[0], made.extreme
-        small = (first.global_scale, extreme.data, extreme.scale, extreme.global_scale)
+        first = made.copies[0]
+        small = [
+            first.global_scale,
+            *(t for w in (made.extreme, made.per_row) for t in (w.data, w.scale, w.global_scale)),
+        ]
+        small += [t for variant in self.variants for t in (variant.bias, variant.pre_quant_scale)]
         whole = (first.data._base, None if first.scale is None else first.scale._base)  # the buffers of all copies
         return int(torch.stack([_sum(t) for t in (self.x, *small, *whole) if t is not None]).sum())
 
@@ -186,9 +197,10 @@ class Inputs:
 class _Set:
     """The weights of one layout."""
 
-    def __init__(self, copies: list[Weight], extreme: Weight) -> None:
+    def __init__(self, copies: list[Weight], extreme: Weight, per_row: Weight) -> None:
         self.copies = copies
         self.extreme = extreme
+        self.per_row = per_row
         self.checksum = 0
 
 

@@ -19,11 +19,12 @@ from ..kernels.kernel import Kernel, Launcher
 from ..kernels.problem import Device, Problem
 from ..kernels.weights.weight import Weight
 from ..testing.close import assert_gemm_close, relative_error
-from .inputs import POOL_ROWS, Case, Inputs
+from .inputs import POOL_ROWS, Inputs
 from .messages import Ceiling, Done, Entrant, Pace, Race, Screen, Started
 from .outcome import Say, Step, Wrong, classify, describe_error
 from .statistics import HOPELESS, Timing, hopeless, percentile, spread, summarise
 from .timing import CaptureError, Replay, Round, make_timer
+from .variants import Variant
 
 __all__ = ["Measurer", "gate_ms"]
 
@@ -213,27 +214,60 @@ class Measurer:
             found = self._launchers[entrant] = (kernel, kernel.build(device, problem, config))
         return found
 
-    def _bind(self, launcher: Launcher, weight: Weight, x: Tensor, out: Tensor) -> Callable[[], None]:
-        return functools.partial(launcher, x, weight.data, weight.scale, weight.global_scale, None, None, out)
+    def _bind(
+        self, launcher: Launcher, weight: Weight, x: Tensor, out: Tensor, variant: Variant | None = None
+    ) -> Callable[[], None]:
+        extra = (None, None) if variant is None else (variant.bias, variant.pre_quant_scale)
+        return functools.partial(launcher, x, weight.data, weight.scale, weight.global_scale, *extra, out)
 
     def _gate(self, kernel: Kernel, launcher: Launcher, layout: str, ms: Sequence[int], step: Step) -> None:
-        """Extreme scales, fresh rows of x, a ragged M; element by element."""
+        """Extreme scales, fresh rows of x, a ragged M; element by element. Then all that a call may have besides."""
         inputs = self._at_hand()
         config = kernel.parse_config(inputs.device, inputs.problem, step.entrant.config)
-        weight = inputs.extreme_weight(layout)
-        for m in gate_ms(ms, lambda m: bool(kernel.is_valid(inputs.device, inputs.problem, config, m))):
+        at = gate_ms(ms, lambda m: bool(kernel.is_valid(inputs.device, inputs.problem, config, m)))
+        calls: list[tuple[int, Variant | None]] = [(m, None) for m in at]
+        calls += zip((at[0], at[-1]), inputs.variants, strict=True)
+        for m, variant in calls:
             step.begin("check", m)
             start = random.randrange(max(1, POOL_ROWS - m + 1))
-            self._check(launcher, weight, inputs.extreme, m, start, strict=True)
+            weight = inputs.extreme_weight(layout, per_row=variant is not None and variant.per_row)
+            self._check_extreme(launcher, weight, m, start, variant)
             self._inputs_unchanged(layout)
 
-    def _check(
-        self, launcher: Launcher, weight: Weight, case: Case, m: int, start: int = 0, *, strict: bool = False
-    ) -> float:
-        """Run once into a poisoned output and compare with the exact result; the relative error."""
+    def _check(self, launcher: Launcher, weight: Weight, m: int) -> float:
+        """Run once and compare with the exact result; the relative error."""
+        case = self._at_hand().plain
+        out = self._run(launcher, weight, m)
+        at, known = case.rows(0, m)
+        error = relative_error(out[at], case.exact[known])
+        if not error <= case.tolerance(0, m):
+            raise Wrong("wrong", f"m={m}: relative error {error:.4g} above {case.tolerance(0, m):.4g}", error=error)
+        return error
+
+    def _check_extreme(
+        self, launcher: Launcher, weight: Weight, m: int, start: int, variant: Variant | None = None
+    ) -> None:
+        """Run once with extreme scales and compare every element."""
+        case = self._at_hand().extreme
+        out = self._run(launcher, weight, m, start, variant)
+        at, known = case.rows(start, m)
+        assert case.magnitude is not None
+        exact, magnitude = case.exact[known], case.magnitude[known]
+        if variant is not None:
+            exact, magnitude = variant.expected(known), variant.magnitude(magnitude)
+        try:
+            assert_gemm_close(out[at], exact, k=case.k, dtype=case.dtype, magnitude=magnitude)
+        except AssertionError as problem:
+            what = "extreme scales" if variant is None else f"extreme scales, {variant.name}"
+            raise Wrong("wrong", f"m={m}, {what}: {problem}", error=relative_error(out[at], exact)) from problem
+
+    def _run(
+        self, launcher: Launcher, weight: Weight, m: int, start: int = 0, variant: Variant | None = None
+    ) -> Tensor:
+        """Run once into a poisoned output and return that."""
         inputs = self._at_hand()
         out = inputs.out(m)
-        self._bind(launcher, weight, inputs.x[start : start + m], out)()
+        self._bind(launcher, weight, inputs.x[start : start + m], out, variant)()
         self.timer.sync()
         if not inputs.guards_intact(m):
             raise Wrong("wrong", f"m={m}: it wrote outside its output", tainted=True)
@@ -241,18 +275,7 @@ class Measurer:
         if bool(nan.any()):
             first = [int(i) for i in nan.nonzero()[0]]
             raise Wrong("nan", f"m={m}: {int(nan.sum())} NaN or elements never written, the first at {first}")
-        at, known = case.rows(start, m)
-        got, exact = out[at], case.exact[known]
-        error = relative_error(got, exact)
-        if strict:
-            magnitude = None if case.magnitude is None else case.magnitude[known]
-            try:
-                assert_gemm_close(got, exact, k=case.k, dtype=case.dtype, magnitude=magnitude)
-            except AssertionError as problem:
-                raise Wrong("wrong", f"m={m}, extreme scales: {problem}", error=error) from problem
-        elif not error <= case.tolerance(start, m):
-            raise Wrong("wrong", f"m={m}: relative error {error:.4g} above {case.tolerance(start, m):.4g}", error=error)
-        return error
+        return out
 
     def _inputs_unchanged(self, layout: str) -> None:
         if not self._at_hand().unchanged(layout):
@@ -263,7 +286,7 @@ class Measurer:
     ) -> tuple[Timing, float]:
         inputs = self._at_hand()
         copies = inputs.copies(layout)
-        error = self._check(launcher, copies[0], inputs.plain, m)
+        error = self._check(launcher, copies[0], m)
         launches = [self._bind(launcher, weight, inputs.x[:m], inputs.out(m, poison=False)) for weight in copies]
         launch_us = self.timer.once(launches[1])
         if best_us is not None and launch_us > max(LONG_US, HOPELESS * best_us):
@@ -295,7 +318,7 @@ class Measurer:
         else:
             kernel, launcher = self._launcher(request.device, request.problem, entrant)
             copies = inputs.copies(kernel.layout(request.device, request.problem))
-            error = self._check(launcher, copies[0], inputs.plain, m)
+            error = self._check(launcher, copies[0], m)
             out = inputs.out(m, poison=False)
             launches = [self._bind(launcher, weight, inputs.x[:m], out) for weight in copies]
         return launches, self.timer.once(launches[1]), error

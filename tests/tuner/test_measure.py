@@ -7,6 +7,7 @@ import torch
 from nvfp4.cache.records import BASELINE
 from nvfp4.errors import BuildError
 from nvfp4.kernels.problem import Problem
+from nvfp4.testing import fakes as fake_kernels
 from nvfp4.testing.fakes import FakeConfig, TroubleConfig, fake_device
 from nvfp4.tuner.inputs import GUARD_ROWS, POOL_ROWS, Inputs, copies_needed
 from nvfp4.tuner.measure import Measurer, gate_ms
@@ -66,6 +67,9 @@ def test_the_step_in_flight_is_said_before_it_begins(measurer, pace):
         ("out_of_memory", "oom", "3.00 TiB"),
         ("launch_error", "launch_error", "too many resources"),
         ("build_error", "build_error", "expected a ';'"),
+        ("ignores_bias", "wrong", "m=1, extreme scales, bfloat16 bias and pre_quant_scale: relative error"),
+        ("ignores_pre_quant_scale", "wrong", "m=1, extreme scales, bfloat16 bias and pre_quant_scale: relative error"),
+        ("ignores_row_scales", "wrong", "m=31, extreme scales, float32 bias and a global scale per row: relative"),
     ],
 )
 def test_a_failing_candidate_is_a_row_and_the_worker_goes_on(measurer, pace, what, status, detail):
@@ -74,6 +78,29 @@ def test_a_failing_candidate_is_a_row_and_the_worker_goes_on(measurer, pace, wha
     assert detail in rows[0].detail
     assert done == Done()
     assert {row.status for row in screen(measurer, pace, good(), ms=(2,))[0]} == {"ok"}
+
+
+def test_a_kernel_that_ignores_float32_biases_only_is_wrong(measurer, pace, monkeypatch):
+    right = fake_kernels.multiply
+
+    def multiply(x, weight, scale, gs, bias, out):
+        right(x, weight, scale, gs, None if bias is not None and bias.dtype == torch.float32 else bias, out)
+
+    monkeypatch.setattr(fake_kernels, "multiply", multiply)
+    (row,), _ = screen(measurer, pace, good())
+    assert row.status == "wrong" and "float32 bias" in row.detail
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("n", "k"), [(1, 16), (40, 64), (96, 1056)])
+def test_a_right_kernel_passes_every_check_at_any_size(measurer, pace, dtype, n, k):
+    problem = Problem(n=n, k=k, dtype=dtype)
+    request = Screen(device=DEVICE, problem=problem, entrant=good(), ms=(1, 160), all_ms=(1, 160), pace=pace)
+    said = []
+    for _ in range(3):  # inputs are random
+        assert measurer.screen(request, said.append) == Done()
+        measurer.close()
+    assert {row.status for row in said if isinstance(row, Row)} == {"ok"}
 
 
 @pytest.mark.parametrize(
@@ -211,6 +238,7 @@ def test_inputs_see_damage_anywhere():
         copies[-1].data,
         copies[3].scale,
         inputs.extreme_weight("checkpoint").scale,
+        inputs.variants[1].bias.unsqueeze(0).view(torch.uint8),
         inputs.x.view(torch.uint8),
     ):
         tensor[-1, -1] ^= 1
