@@ -3,4 +3,4 @@
 from .cli import main
 
 if __name__ == "__main__":  # worker processes import this module under another name
-    main(prog_name="nvfp4")
+    main()

@@ -1,5 +1,5 @@
 """The `nvfp4` command."""
 
-from .app import main
+from .entry import main
 
 __all__ = ["main"]

@@ -18,7 +18,7 @@ from .options import help_style
 from .tune import tune
 from .warmup import warmup
 
-__all__ = ["FAILED", "INTERRUPTED", "NO_DEVICE", "USAGE", "main"]
+__all__ = ["FAILED", "INTERRUPTED", "NO_DEVICE", "USAGE", "app"]
 
 FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
 
@@ -62,7 +62,7 @@ def _show_warning(
 @click.group(cls=App, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
 @click.version_option(__version__, prog_name="nvfp4")
 @help_style
-def main() -> None:
+def app() -> None:
     """Tune and inspect NVFP4 weight-only kernels.
 
     Exit codes: 0 ok, 1 failed, 2 usage, 3 no usable device, 4 finished but some problems have no winner,
@@ -73,4 +73,4 @@ def main() -> None:
 
 
 for command in (tune, inspect, warmup, env):
-    main.add_command(command)
+    app.add_command(command)

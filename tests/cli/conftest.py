@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
-from nvfp4.cli import main
+from nvfp4.cli.app import app
 from nvfp4.kernels import registry
 
 WIDTHS = (40, 80, 120)
@@ -14,7 +14,7 @@ WIDTHS = (40, 80, 120)
 
 def invoke(*args, columns=120, **environment):
     """(exit code, stdout, stderr) of one command."""
-    result = CliRunner().invoke(main, [str(arg) for arg in args], env={"COLUMNS": str(columns)} | environment)
+    result = CliRunner().invoke(app, [str(arg) for arg in args], env={"COLUMNS": str(columns)} | environment)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return SimpleNamespace(code=result.exit_code, out=result.stdout, err=result.stderr)

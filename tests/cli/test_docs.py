@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import rich_click as click
 import torch
-from nvfp4.cli import main
+from nvfp4.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 CLI_PAGE = (ROOT / "docs" / "cli.md").read_text()
-COMMANDS = sorted(main.commands)
+COMMANDS = sorted(app.commands)
 
 
 def blocks(page, language):
@@ -35,7 +35,7 @@ def section(name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_is_documented_and_no_other(name):
     documented = set(re.findall(r"`(--?[a-z-]+)", section(name)))
-    existing = {option for option in options(main.commands[name]) if option not in ("--help", "-h")}
+    existing = {option for option in options(app.commands[name]) if option not in ("--help", "-h")}
     assert documented == existing
 
 
@@ -47,7 +47,7 @@ def test_the_readme_or_the_page_names_every_command():
 def test_help_works_and_has_examples(run, name):
     done = run(*filter(None, [name]), "--help", columns=100)
     assert done.code == 0 and done.err == ""
-    command = main.commands[name] if name else main
+    command = app.commands[name] if name else app
     assert all(option in done.out for option in options(command))
     if name:
         assert f"nvfp4 {name}" in done.out.split("Examples:")[1]
@@ -58,14 +58,14 @@ def command_lines():
     for page in PAGES:
         for block in blocks(page.relative_to(ROOT), "console"):
             yield from (line[2:] for line in block.splitlines() if line.startswith("$ nvfp4 "))
-    for command in main.commands.values():
+    for command in app.commands.values():
         yield from (line.strip() for line in command.help.splitlines() if line.strip().startswith("nvfp4 "))
 
 
 @pytest.mark.parametrize("line", dict.fromkeys(command_lines()))
 def test_every_command_line_parses(line):
     name, *arguments = shlex.split(line.split(" > ")[0])[1:]
-    main.commands[name].make_context(name, arguments)
+    app.commands[name].make_context(name, arguments)
 
 
 def test_version(run):
