@@ -26,8 +26,9 @@ from ..tuner.events import (
 from .output import Grid, print_json
 from .words import config_words, counts, device_words, duration, microseconds, plural, problem_words, ratio, ratios
 
-__all__ = ["Display", "JsonLines", "Lines", "display", "ends"]
+__all__ = ["Display", "JsonLines", "Lines", "display", "ends", "no_winner"]
 
+NO_MEMORY = "its inputs do not fit in memory"
 LINE_EVERY_S = 10.0  # of progress inside one problem, where there is no terminal
 
 
@@ -188,6 +189,15 @@ def ends(best: tuple[Standing, ...]) -> list[str]:
     return [f"M = {at.m}: {at.kernel} {microseconds(at.best_us)} µs{_against(at)}" for at in chosen]
 
 
+def no_winner(event: ProblemFinished) -> str:
+    """Why a problem has none: "3 wrong", "its inputs do not fit in memory"."""
+    if event.unprepared:
+        return NO_MEMORY
+    if not event.failures and event.unexplored:
+        return f"{plural(event.unexplored, 'candidate')} not tried"
+    return counts(event.failures) or "no kernel can run it"
+
+
 def _against(at: Standing) -> str:
     parts = []
     if at.default_us:
@@ -209,8 +219,9 @@ def _left(event: Progress) -> str:
 
 def _outcome(event: ProblemFinished) -> str:
     if event.plan is None:
-        return f"no winner ({counts(event.failures) or 'no kernel can run it'})"
+        return f"no winner ({no_winner(event)})"
     parts = [f"{duration(event.seconds)}, {event.measured} measurements"]
+    parts += [NO_MEMORY] if event.unprepared else []
     untuned = ratios(at.default_us / at.best_us for at in event.best if at.default_us)
     bf16 = ratios(at.bf16_us / at.best_us for at in event.best if at.bf16_us)
     parts += [f"{untuned} untuned"] if untuned else []

@@ -12,7 +12,7 @@ from ..tuner.workload import ANCHORS, QUICK_ANCHORS, model_names, parse_ms
 from .options import best_device, database_option, device_option, help_style, problems_of, workload_options
 from .options import duration as parse_duration
 from .output import Grid, console
-from .progress import Display, display
+from .progress import Display, display, no_winner
 from .words import duration, kernels_by_m, plural, problem_words, ratios
 
 __all__ = ["tune"]
@@ -99,18 +99,21 @@ def _summarise(shown: Display) -> None:
         for done in shown.finished:
             made.row(
                 problem_words(done.problem),
-                kernels_by_m(done.plan.intervals()) if done.plan else "no winner",
+                kernels_by_m(done.plan.intervals()) if done.plan else f"no winner: {no_winner(done)}",
                 ratios(at.default_us / at.best_us for at in done.best if at.default_us),
                 ratios(at.bf16_us / at.best_us for at in done.best if at.bf16_us),
             )
         out.print(made)
+        out.print("untuned, bf16: how many times faster than what runs untuned, and than torch.matmul on bf16 weights")
     if shown.end is None:
         return
-    end, without = shown.end, len(shown.end.without_plan)
-    out.print("untuned, bf16: how many times faster than what runs untuned, and than torch.matmul on bf16 weights")
+    end, too_large = shown.end, [done for done in shown.finished if done.unprepared]
+    without = sum(done.plan is None for done in shown.finished if not done.unprepared)
     out.print(f"{plural(end.measured, 'measurement')} in {duration(end.seconds)}")
     if without:
         have = "has" if without == 1 else "have"
         out.print(f"{plural(without, 'problem')} {have} no winner: `nvfp4 inspect SHAPE --kernels` and `--why` say why")
+    for done in too_large:
+        out.print(done.unprepared, soft_wrap=True)
     if end.unexplored:
         out.print(f"{end.unexplored} candidates were not tried for lack of time: the same command goes on")

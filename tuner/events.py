@@ -103,6 +103,7 @@ class ProblemFinished(msgspec.Struct, frozen=True, kw_only=True, tag="problem_fi
     best: tuple[Standing, ...]
     failures: dict[str, int]
     unexplored: int  # candidates that the budget left
+    unprepared: str = ""  # why its inputs could not be made: nothing was measured
     measured: int  # rows saved
     seconds: float
 

@@ -15,7 +15,7 @@ from ..kernels.weights.weight import Weight
 from ..testing.close import relative_tolerance
 from .variants import distinct_scales, variants
 
-__all__ = ["GUARD_ROWS", "POOL_ROWS", "Inputs", "copies_needed", "rows_to_check"]
+__all__ = ["GUARD_ROWS", "POOL_ROWS", "Inputs", "copies_needed", "least_bytes", "rows_to_check"]
 
 POOL_ROWS = 160  # rows of x whose result is known for every weight: numerics slices them at random
 GUARD_ROWS = 16  # before and after the output
@@ -39,6 +39,18 @@ def rows_to_check(m: int) -> tuple[int, ...]:
     if m <= POOL_ROWS // 2:
         return tuple(range(m))
     return tuple(sorted({*(i * m // 32 for i in range(32)), *range(m - TAIL_ROWS, m)}))
+
+
+def least_bytes(problem: Problem, ms: Sequence[int]) -> int:
+    """Bytes without which a problem cannot be measured: x, the output, exact results, two copies of the weights."""
+    n, k, most = problem.n, problem.k, max((*ms, POOL_ROWS))
+    known = len(_known_rows(ms))
+    exact = 8 * n * (known + 3 * POOL_ROWS)  # of the plain case; of the extreme one, its magnitudes and its variant
+    return 2 * most * (n + k) + exact + 2 * problem.weight_bytes
+
+
+def _known_rows(ms: Sequence[int]) -> set[int]:
+    return {*range(POOL_ROWS), *(row for m in ms for row in rows_to_check(m))}
 
 
 class Case:
@@ -104,8 +116,7 @@ class Inputs:
         self.dtype: torch.dtype = getattr(torch, problem.dtype)
         self.max_m = max((*ms, POOL_ROWS))
         self.x = torch.randn(self.max_m, problem.k, device=place, dtype=self.dtype)
-        known = {*range(POOL_ROWS), *(row for m in ms for row in rows_to_check(m))}
-        self.plain = Case(problem, self.x, sorted(known), extreme=False)
+        self.plain = Case(problem, self.x, sorted(_known_rows(ms)), extreme=False)
         self.extreme = Case(problem, self.x, range(POOL_ROWS), extreme=True)
         self.row_scales = distinct_scales(self.extreme.global_scale, problem.n)
         plain = self.extreme.pack("checkpoint")

@@ -217,8 +217,10 @@ class Measurer:
     def _bind(
         self, launcher: Launcher, weight: Weight, x: Tensor, out: Tensor, variant: Variant | None = None
     ) -> Callable[[], None]:
-        extra = (None, None) if variant is None else (variant.bias, variant.pre_quant_scale)
-        return functools.partial(launcher, x, weight.data, weight.scale, weight.global_scale, *extra, out)
+        bias, pre_quant_scale = (None, None) if variant is None else (variant.bias, variant.pre_quant_scale)
+        return functools.partial(
+            launcher, x, weight.data, weight.scale, weight.global_scale, bias, pre_quant_scale, out
+        )
 
     def _gate(self, kernel: Kernel, launcher: Launcher, layout: str, ms: Sequence[int], step: Step) -> None:
         """Extreme scales, fresh rows of x, a ragged M; element by element. Then all that a call may have besides."""

@@ -248,12 +248,13 @@ def _all_problems(
                 budget_s=budget_s,
             )
         )
-        before = session.measured
+        before, unprepared = session.measured, ""
         try:
             plan, unexplored = _one_problem(run, runs[index + 1 :], budget_s, options)
         except Unprepared as error:
-            _note(session, result, str(error))
-            plan, unexplored = session.store.load_plan(session.device, run.problem), _open(run)
+            unprepared = str(error)
+            _note(session, result, unprepared)
+            plan, unexplored = session.store.load_plan(session.device, run.problem), 0
         finally:
             result.measured = session.measured
         result.plans[run.problem] = plan
@@ -269,6 +270,7 @@ def _all_problems(
                 best=standings(run),
                 failures=failures,
                 unexplored=unexplored,
+                unprepared=unprepared,
                 measured=session.measured - before,
                 seconds=time.monotonic() - begun,
             )
@@ -281,6 +283,8 @@ def _one_problem(
     session, begun = run.session, time.monotonic()
     if not run.candidates:
         return None, 0
+    if _open(run):
+        run.fits()
     incumbent = session.store.load_plan(session.device, run.problem)
     first = neighbours(session.store.plans(), session.device, run.problem)
     for ahead in (run, *later[:1]):  # the next problem's candidates compile while this one's are measured

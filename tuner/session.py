@@ -14,6 +14,7 @@ from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
 from .candidates import Candidate, Known
 from .events import Emit, Measured
+from .inputs import least_bytes
 from .messages import BASELINE_CONFIG, Done, Entrant, Pace, Race, Row, Screen
 from .worker import Died, Worker
 
@@ -157,21 +158,29 @@ class ProblemRun:
                     self.save([self._measurement(body)])
                 else:
                     if body.unprepared:
-                        raise Unprepared(
-                            message(
-                                f"the inputs of {self.problem.label} cannot be made for M up to {max(self.ms)}",
-                                got=body.unprepared,
-                                do="free memory on the device, or tune smaller M",
-                            )
-                        )
+                        raise self._unprepared(body.unprepared)
                     return body
         except Died as died:
             if died.last is not None and died.last.step == "prepare":
-                raise Unprepared(
-                    message(f"the worker ended while it made the inputs of {self.problem.label}", got=died.detail)
-                ) from died
+                raise self._unprepared(died.detail) from died
             on_death(died)
         return Done()
+
+    def fits(self) -> None:
+        """Raise Unprepared when the device has less memory than the inputs need, before it is asked for."""
+        if 0 < self.session.device.memory_bytes < least_bytes(self.problem, self.ms):
+            raise self._unprepared()
+
+    def _unprepared(self, got: str | None = None) -> Unprepared:
+        need, has = least_bytes(self.problem, self.ms), self.session.device.memory_bytes
+        return Unprepared(
+            message(
+                f"the inputs of {self.problem.label} do not fit in memory for M up to {max(self.ms)}: they need at"
+                f" least {need / 2**30:,.1f} GiB, and the device has {has / 2**30:,.1f} GiB",
+                got=got,
+                do="tune smaller M (--m)" if need > has else "free memory on the device, or tune smaller M (--m)",
+            )
+        )
 
     def _culprit(self, lost: list[Died]) -> Entrant | None:
         last = lost[0].last if lost else None

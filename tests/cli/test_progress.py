@@ -78,6 +78,32 @@ def test_lines_for_files():
     assert [done.measured for done in shown.finished] == [40]
 
 
+@pytest.mark.parametrize(
+    ("unprepared", "unexplored", "failures", "words"),
+    [
+        ("they need at least 900 GiB", 0, {}, "its inputs do not fit in memory"),
+        ("", 7, {}, "7 candidates not tried"),
+        ("", 7, {"wrong": 2}, "2 wrong"),
+        ("", 0, {}, "no kernel can run it"),
+    ],
+)
+def test_why_there_is_no_winner(unprepared, unexplored, failures, words):
+    shown = Lines(console())
+    shown(
+        ProblemFinished(
+            problem=PROBLEM,
+            plan=None,
+            best=(),
+            failures=failures,
+            unexplored=unexplored,
+            unprepared=unprepared,
+            measured=0,
+            seconds=1.0,
+        )
+    )
+    assert shown.console.file.getvalue().rstrip().endswith(f"no winner ({words})")
+
+
 def test_progress_within_a_problem_is_not_a_flood():
     shown = Lines(console())
     for event in EVENTS[:4] + 50 * (PROGRESS,):

@@ -9,6 +9,10 @@ import sys
 import pytest
 import torch
 from nvfp4.cache.store import Store
+from nvfp4.kernels.problem import Problem
+from nvfp4.tuner.events import TuningFinished
+from nvfp4.tuner.inputs import least_bytes
+from nvfp4.tuner.run import Interrupted, Result
 
 pytestmark = pytest.mark.usefixtures("fakes")
 
@@ -85,6 +89,37 @@ def test_a_database_in_use_is_code_1_and_names_who_has_it(run, tmp_path):
     assert done.code == 1
     assert f"process {os.getpid()}" in done.err
     assert done.err.count("\n") == 1
+
+
+def test_inputs_larger_than_memory_say_how_much_and_what_to_do(run, tmp_path):
+    huge = ("--shape", f"40,{1 << 24}", "--m", 1 << 20)
+    done = run("tune", *huge, "--device", "cpu", "--kernel", "fake_good", "--db", tmp_path / "t.db")
+    assert done.code == 4
+    problem = Problem(n=40, k=1 << 24)
+    assert least_bytes(problem, (1 << 20,)) > 2 * (1 << 20) * problem.k
+    said = " ".join((done.out + done.err).split())
+    assert (
+        f"need at least {least_bytes(problem, (1 << 20,)) / 2**30:,.1f} GiB" in said and "tune smaller M (--m)" in said
+    )
+    assert "no kernel can run it" not in said and "lack of time" not in said and "say why" not in said
+
+
+def test_an_interrupt_before_any_result_prints_no_legend(run, tmp_path, monkeypatch):
+    def stop(*args, **kwargs):
+        raise Interrupted(Result(interrupted=True))
+
+    monkeypatch.setattr("nvfp4.cli.tune.run_tuning", stop)
+    done = run(*TINY, "--db", tmp_path / "t.db")
+    assert (done.code, done.out) == (130, "")
+    assert done.err == "interrupted: 0 measurements are saved; the same command goes on\n"
+
+    def stop_later(*args, events, **kwargs):
+        events(TuningFinished(measured=0, without_plan=(), unexplored=0, interrupted=True, seconds=2.0))
+        stop()
+
+    monkeypatch.setattr("nvfp4.cli.tune.run_tuning", stop_later)
+    done = run(*TINY, "--db", tmp_path / "t.db")
+    assert (done.code, done.out) == (130, "0 measurements in 2 s\n")
 
 
 def test_models_are_listed(run):

@@ -333,9 +333,22 @@ def test_inputs_that_do_not_fit_leave_the_other_problems_alone(install, go):
     install(Tiles())
     ModelWorker.script[0] = lambda request: iter([Done(unprepared="MemoryError: no")])
     other = Problem(n=128, k=512)
-    result, _ = go(problems=(PROBLEM, other))
+    result, seen = go(problems=(PROBLEM, other))
     assert result.plans[PROBLEM] is None and result.plans[other] is not None
-    assert "cannot be made" in result.notes[0] and "MemoryError" in result.notes[0]
+    assert "do not fit in memory for M up to" in result.notes[0] and "MemoryError" in result.notes[0]
+    assert "need at least 0.0 GiB, and the device has 8.0 GiB" in result.notes[0]
+    assert PROBLEM not in result.unexplored
+    (finished,) = (event for event in seen if isinstance(event, ev.ProblemFinished) and event.problem == PROBLEM)
+    assert finished.unprepared == result.notes[0] and finished.unexplored == 0
+
+
+def test_inputs_larger_than_the_device_are_not_even_tried(install, go):
+    install(Tiles())
+    result, _ = go(ms=(1, 1 << 24))
+    assert result.plans[PROBLEM] is None and result.exit_code == 4
+    assert ModelWorker.requests == []
+    need = 2 * (1 << 24) * (PROBLEM.n + PROBLEM.k) / 2**30
+    assert f"need at least {need:.1f} GiB, and the device has 8.0 GiB; tune smaller M (--m)" in result.notes[0]
 
 
 def test_ctrl_c_keeps_what_was_measured(install, go, tmp_path):
