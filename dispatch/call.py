@@ -19,14 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import InvalidInput, message
 from ..kernels.kernel import Launcher
 from ..kernels.problem import Problem
 from ..kernels.weights.weight import is_aligned, normalize_global_scale
 from . import table
-from .checks import DTYPE_NAMES, check_gemm, check_out, check_x, refuse_grad
+from .checks import (
+    DTYPE_NAMES,
+    LOW,
+    check_gemm,
+    check_memory,
+    check_out,
+    check_x,
+    have_memory,
+    refuse_grad,
+)
 from .guard import make_empty, reinterpret
-from .recent import NO_BIAS, NO_PRE_QUANT_SCALE, NO_SCALE, Call, Prepare, Recent, recent, remember, unaligned
+from .recent import NO_BIAS, NO_PRE_QUANT_SCALE, NO_SCALE, Call, Prepare, Recent, recent, remember, unfit
 
 __all__ = ["gemm"]
 
@@ -55,7 +63,7 @@ def gemm(
     for is_like, its_layout, its_out_features, dtype, look, call in recent.get(weight.data_ptr(), ()):
         # The guard compares every tensor's type, dtype, device, shape and strides with those of a call that passed all
         # checks, and sees that x needs no gradient. What it does not read: the number of rows, the addresses (that of
-        # the weight is aligned, for only such are found), layout, out_features and out.
+        # the weight is aligned, and no freed one's, for only such are found), layout, out_features and out.
         if (
             is_like(
                 rows,
@@ -66,8 +74,12 @@ def gemm(
                 NO_PRE_QUANT_SCALE if pre_quant_scale is None else pre_quant_scale,
             )
             and m
-            and not (rows.data_ptr() | scale.data_ptr()) & 15
-            and not (look and unaligned(weight_scale_2, bias, pre_quant_scale))
+            and not ((at := rows.data_ptr()) | (scale_at := scale.data_ptr())) & 15
+            and (
+                (at > LOW and scale_at > LOW and weight_scale_2.data_ptr() > LOW)
+                or have_memory(rows, scale, weight_scale_2)
+            )
+            and not (look and unfit(weight_scale_2, bias, pre_quant_scale))
             and layout == its_layout
             and out_features == its_out_features
             and out is None
@@ -116,6 +128,9 @@ def _gemm(
     """A call that is like none before it at this weight's address."""
     if x.requires_grad and _is_grad_enabled():
         refuse_grad()
+    if not have_memory(x, weight, weight_scale, weight_scale_2, bias, pre_quant_scale):
+        check_memory(x=x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
+        check_memory(bias=bias, pre_quant_scale=pre_quant_scale)
     shape = x.shape
     if len(shape) == 2 and shape[0]:
         m, k = shape
@@ -143,10 +158,6 @@ def _gemm(
         scale_device = weight_scale.get_device()
         # One alignment for both: only if both are aligned is anything cached.
         address = weight.data_ptr() | weight_scale.data_ptr()
-    if not address and weight.numel():
-        raise InvalidInput(
-            message("weight has no memory", got="a storage that was freed", do="restore it before the call")
-        )
     key = (
         x.dtype,
         x.get_device(),
@@ -178,15 +189,15 @@ def _gemm(
     n, uppers, launchers, prepare, empty = call
     if rows.stride(0) == k:
         remember(call, guards, rows, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, layout, out_features)
-    if prepare is not None:
-        weight_scale, weight_scale_2, bias, pre_quant_scale = prepare(
-            weight_scale, weight_scale_2, bias, pre_quant_scale
-        )
     if out is None:
         result = empty((m, n), (n, 1), rows.dtype)
     else:
         check_out(out, x, n)
         result = out.view(m, n)
+    if prepare is not None:
+        weight_scale, weight_scale_2, bias, pre_quant_scale = prepare(
+            weight_scale, weight_scale_2, bias, pre_quant_scale
+        )
     launchers[bisect_left(uppers, m)](rows, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, result)
     return result if len(shape) == 2 else _unflatten(result, shape)
 

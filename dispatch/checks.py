@@ -12,9 +12,24 @@ from ..errors import InvalidInput, message
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import is_aligned, validate
 
-__all__ = ["DTYPE_NAMES", "check_device", "check_gemm", "check_inner", "check_out", "check_x", "refuse_grad"]
+__all__ = [
+    "DTYPE_NAMES",
+    "LOW",
+    "check_device",
+    "check_gemm",
+    "check_inner",
+    "check_memory",
+    "check_out",
+    "check_x",
+    "have_memory",
+    "refuse_grad",
+]
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+# A freed storage begins at 0, so its views seem to begin at their offset in it: whatever lies above this has memory.
+# What lies below may have some too (Windows), and `have_memory` looks closer.
+LOW = 1 << 40
 
 
 def check_gemm(
@@ -90,6 +105,28 @@ def check_device(x: Tensor, **tensors: Tensor | None) -> None:
             raise InvalidInput(message(f"{name} is not where x is", got=tensor.device, expected=x.device))
 
 
+def have_memory(*tensors: Tensor | None) -> bool:
+    """Whether none of them has elements in a storage that was freed (`untyped_storage().resize_(0)`, as FSDP does)."""
+    for tensor in tensors:
+        if (
+            tensor is not None
+            and (address := tensor.data_ptr()) < LOW
+            and address == tensor.storage_offset() * tensor.itemsize
+            and tensor.numel()
+        ):
+            return False
+    return True
+
+
+def check_memory(**tensors: Tensor | None) -> None:
+    """Whether all have memory: kernels would read from address 0 on."""
+    for name, tensor in tensors.items():
+        if not have_memory(tensor):
+            raise InvalidInput(
+                message(f"{name} has no memory", got="a storage that was freed", do="restore it before the call")
+            )
+
+
 def check_out(out: Tensor, x: Tensor, n: int) -> None:
     """Whether the result of x may be written into `out`."""
     expected = (*x.shape[:-1], n)
@@ -101,6 +138,7 @@ def check_out(out: Tensor, x: Tensor, n: int) -> None:
                 expected=f"{x.dtype} {expected} on {x.device}",
             )
         )
+    check_memory(out=out)
     if not out.is_contiguous() or not is_aligned(out):
         raise InvalidInput(
             message(

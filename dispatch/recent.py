@@ -15,9 +15,10 @@ from torch import Tensor
 from ..kernels.kernel import Launcher
 from ..kernels.weights.weight import is_aligned
 from . import table
+from .checks import have_memory
 from .guard import Empty, Guard, make_guard
 
-__all__ = ["NO_BIAS", "NO_PRE_QUANT_SCALE", "NO_SCALE", "Call", "Prepare", "Recent", "recent", "remember", "unaligned"]
+__all__ = ["NO_BIAS", "NO_PRE_QUANT_SCALE", "NO_SCALE", "Call", "Prepare", "Recent", "recent", "remember", "unfit"]
 
 # (weight_scale, global_scale, bias, pre_quant_scale) as they came -> as launchers take them
 Prepare: TypeAlias = Callable[
@@ -27,7 +28,7 @@ Prepare: TypeAlias = Callable[
 # N, upper ends of M, launchers, Prepare or None when all tensors can pass as they are, allocator of the output
 Call: TypeAlias = tuple[int, tuple[int, ...], tuple[Launcher, ...], Prepare | None, Empty]
 
-# guard, layout, out_features, dtype of x, whether `unaligned` has something to look at, what runs
+# guard, layout, out_features, dtype of x, whether `unfit` has something to look at, what runs
 Recent: TypeAlias = tuple[Guard, str, int | None, torch.dtype, bool, Call]
 
 GUARDS_MAX = 8  # per Call: one for each set of dispatch modes and of tensor types that it meets
@@ -41,12 +42,12 @@ table.on_clear(recent.clear)
 NO_SCALE, NO_BIAS, NO_PRE_QUANT_SCALE = (torch.empty((), dtype=torch.bool, device="cpu") for _ in range(3))
 
 
-def unaligned(global_scale: Tensor, bias: Tensor | None, pre_quant_scale: Tensor | None) -> bool:
-    """Whether one of these needs a copy before a launcher may have it."""
+def unfit(global_scale: Tensor, bias: Tensor | None, pre_quant_scale: Tensor | None) -> bool:
+    """Whether one of these needs a copy before a launcher may have it, or bias or pre_quant_scale has no memory."""
     return not (
         (global_scale.numel() == 1 or is_aligned(global_scale))
-        and (bias is None or is_aligned(bias))
-        and (pre_quant_scale is None or is_aligned(pre_quant_scale))
+        and (bias is None or (is_aligned(bias) and have_memory(bias)))
+        and (pre_quant_scale is None or (is_aligned(pre_quant_scale) and have_memory(pre_quant_scale)))
     )
 
 
@@ -72,7 +73,7 @@ def remember(
         [M, K], contiguous.
     """
     # Guards see whether x requires grad, but not the grad mode. What else is left out would need a copy at every call.
-    if rows.requires_grad or unaligned(weight_scale_2, bias, pre_quant_scale):
+    if rows.requires_grad or unfit(weight_scale_2, bias, pre_quant_scale):
         return
     tensors = (
         rows,

@@ -92,13 +92,36 @@ def test_data_of_a_parameter_exchanged_for_other_values(exact, case):
     assert torch.equal(nvfp4.gemm(c.x, c.weight, c.scale, c.gs), reference.gemm(c.x, other.weight, c.scale, c.gs))
 
 
-def test_weight_whose_memory_was_freed(exact, case):
+@pytest.mark.parametrize("offset", [0, 64], ids=["whole", "view"])
+@pytest.mark.parametrize("first", [False, True], ids=["known", "first"])
+@pytest.mark.parametrize("name", ["x", "weight", "weight_scale", "weight_scale_2", "bias", "pre_quant_scale"])
+def test_memory_that_was_freed(exact, case, name, first, offset):
     c = case()
-    known(c)
-    for tensor in (c.weight, c.scale):
-        tensor.untyped_storage().resize_(0)
-    with pytest.raises(nvfp4.InvalidInput, match="no memory"):
-        nvfp4.gemm(c.x, c.weight, c.scale, c.gs)
+    tensors = {"x": c.x, "weight": c.weight, "weight_scale": c.scale, "weight_scale_2": c.gs}
+    if name in ("bias", "pre_quant_scale"):
+        tensors |= {"bias": torch.zeros(c.n), "pre_quant_scale": torch.ones(c.k).bfloat16()}
+    tensors = {key: torch.cat([t.new_zeros(offset), t.flatten()])[offset:].view(t.shape) for key, t in tensors.items()}
+    for _ in range(0 if first else 2):
+        op(**tensors)
+    launches = len(exact.launches)
+    lost = tensors[name].untyped_storage()
+    size = lost.nbytes()
+    lost.resize_(0)
+    for _ in range(2):
+        with pytest.raises(nvfp4.InvalidInput, match=f"^{name} has no memory"):
+            op(**tensors)
+    assert len(exact.launches) == launches
+    lost.resize_(size)
+    tensors[name].zero_()
+    assert op(**tensors).shape == (3, c.n)
+
+
+def test_out_whose_memory_was_freed(exact, case):
+    c = case()
+    out = torch.empty_like(c.ref)
+    out.untyped_storage().resize_(0)
+    with pytest.raises(nvfp4.InvalidInput, match=r"^out has no memory"):
+        nvfp4.gemm(c.x, c.weight, c.scale, c.gs, out=out)
 
 
 def test_ids_and_addresses_are_used_again(exact, square):
