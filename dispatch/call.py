@@ -29,6 +29,7 @@ from .checks import (
     check_gemm,
     check_memory,
     check_out,
+    check_overlap,
     check_x,
     have_memory,
     refuse_grad,
@@ -193,6 +194,8 @@ def _gemm(
         result = empty((m, n), (n, 1), rows.dtype)
     else:
         check_out(out, x, n)
+        check_overlap(out, x=x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
+        check_overlap(out, bias=bias, pre_quant_scale=pre_quant_scale)
         result = out.view(m, n)
     if prepare is not None:
         weight_scale, weight_scale_2, bias, pre_quant_scale = prepare(

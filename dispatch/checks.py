@@ -20,6 +20,7 @@ __all__ = [
     "check_inner",
     "check_memory",
     "check_out",
+    "check_overlap",
     "check_x",
     "have_memory",
     "refuse_grad",
@@ -125,6 +126,36 @@ def check_memory(**tensors: Tensor | None) -> None:
             raise InvalidInput(
                 message(f"{name} has no memory", got="a storage that was freed", do="restore it before the call")
             )
+
+
+def check_overlap(out: Tensor, **tensors: Tensor | None) -> None:
+    """Whether `out`, contiguous, shares no memory with what is read while it is written.
+
+    Addresses tell, whatever the storages: two of them may be of one memory. From the first element of a tensor to its
+    last everything counts as its own, gaps between rows too.
+    """
+    start = out.data_ptr()
+    end = start + out.nbytes
+    for name, tensor in tensors.items():
+        if tensor is None or (address := tensor.data_ptr()) >= end:
+            continue
+        if start < address + _extent_bytes(tensor):
+            raise InvalidInput(
+                message(
+                    f"out overlaps {name}",
+                    got="the same memory",
+                    expected=f"memory of its own: {name} is read while out is written",
+                    do="pass another tensor as out",
+                )
+            )
+
+
+def _extent_bytes(tensor: Tensor) -> int:
+    """From the first byte of a tensor to behind its last."""
+    if tensor.is_contiguous():
+        return tensor.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.itemsize
 
 
 def check_out(out: Tensor, x: Tensor, n: int) -> None:

@@ -206,6 +206,42 @@ def test_out_that_does_not_fit(exact, case, out):
     assert exact.launches == []
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "weight_scale", "weight_scale_2", "bias", "pre_quant_scale"])
+def test_out_in_memory_that_is_read(exact, case, name):
+    c = case(m=4, n=64, k=64)
+    tensors = {"x": c.x, "weight": c.weight, "weight_scale": c.scale, "weight_scale_2": c.gs.repeat(c.n)}
+    tensors |= {"bias": torch.zeros(c.n), "pre_quant_scale": torch.ones(c.k).bfloat16()}
+    # In one storage: out, and 16 bytes before its end the tensor.
+    memory = torch.zeros(1 << 14, dtype=torch.uint8)
+    out = memory[: 4 * 64 * 2].view(torch.bfloat16).view(4, 64)
+    read = tensors[name]
+
+    def at(start):
+        tensors[name] = memory[start : start + read.nbytes].view(read.dtype).view(read.shape).copy_(read)
+        return tensors
+
+    for start in (out.nbytes - 16, 0):
+        with pytest.raises(nvfp4.InvalidInput, match=f"^out overlaps {name};"):
+            op.out(**at(start), out=out)
+    assert exact.launches == []
+    op.out(**at(out.nbytes), out=out)  # right behind it
+    after = memory[out.nbytes + read.nbytes :][: out.nbytes].view(torch.bfloat16).view(4, 64)
+    op.out(**tensors, out=after)
+    assert torch.equal(out, c.ref) and torch.equal(after, c.ref)
+
+
+def test_out_overlaps_strided_x_in_another_storage(exact, case):
+    c = case(m=4, n=64, k=64)
+    wide = torch.zeros(8, 128, dtype=torch.bfloat16)
+    x = wide[:4, :64].copy_(c.x)
+    out = torch.from_dlpack(wide.flatten()[3 * 128 :][: 4 * 64].view(4, 64))  # begins with the last row of x
+    assert out.untyped_storage()._cdata != x.untyped_storage()._cdata
+    with pytest.raises(nvfp4.InvalidInput, match="out overlaps x"):
+        nvfp4.gemm(x, c.weight, c.scale, c.gs, out=out)
+    behind = wide.flatten()[3 * 128 + 64 :][: 4 * 64].view(4, 64)
+    assert torch.equal(nvfp4.gemm(x, c.weight, c.scale, c.gs, out=behind), c.ref)
+
+
 def test_rows_do_not_depend_on_m(exact, case):
     c = case(m=257)
     for m in (1, 2, 3, 16, 17, 64, 100, 256):
