@@ -133,7 +133,7 @@ def _gemm(
         check_memory(x=x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
         check_memory(bias=bias, pre_quant_scale=pre_quant_scale)
     shape = x.shape
-    if len(shape) == 2 and shape[0]:
+    if len(shape) == 2 and shape[0] and shape[1]:
         m, k = shape
         row, last = x.stride()
         # Kernels take every row stride that keeps rows apart and aligned. With one row the stride means nothing, and

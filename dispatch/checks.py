@@ -220,6 +220,10 @@ def _check_blob(
         raise InvalidInput(
             message("wrong out_features", got=out_features, expected=f'N of the weight, for layout "{layout}"')
         )
+    if x.shape[-1] == 0:
+        raise InvalidInput(
+            message("x and weight do not fit", got=f"x of shape {tuple(x.shape)}", expected="K at least 1")
+        )
     if weight.dtype != torch.uint8 or not weight.is_contiguous():
         raise InvalidInput(
             message(

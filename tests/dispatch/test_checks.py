@@ -17,6 +17,9 @@ WRONG = {
     "x has K/2": (_half_x, "x and weight do not fit.*two elements"),
     "x is float32": (lambda c: setattr(c, "x", c.x.float()), "wrong dtype of x.*autocast"),
     "x is float64": (lambda c: setattr(c, "x", c.x.double()), "wrong dtype of x"),
+    "x has no K": (lambda c: setattr(c, "x", torch.empty(2, 0).bfloat16()), "x and weight do not fit.*two elements"),
+    "x has neither": (lambda c: setattr(c, "x", c.x[:0, :0]), "x and weight do not fit"),
+    "x is 3-D without K": (lambda c: setattr(c, "x", c.x[None, :, :0]), "x and weight do not fit"),
     "x is a scalar": (lambda c: setattr(c, "x", c.x[0, 0]), "no dimensions"),
     "x is transposed": (lambda c: setattr(c, "x", torch.zeros(c.k, 3).bfloat16().t()), "last dimension of x"),
     "x is 3-D, transposed": (
@@ -80,6 +83,14 @@ def test_meta_tensors_reach_no_kernel(exact, case):
     c = case()
     y = nvfp4.gemm(c.x.to("meta"), c.weight.to("meta"), c.scale.to("meta"), c.gs.to("meta"))
     assert y.is_meta and y.shape == c.ref.shape and exact.launches == []
+
+
+def test_a_packed_weight_and_x_without_k(install, fake, case, mirrored):
+    install(fake("mirror", layout="mirrored"))
+    c = case()
+    packed = nvfp4.pack(c.weight, c.scale, c.gs, layout="mirrored")
+    with pytest.raises(nvfp4.InvalidInput, match="x and weight do not fit"):
+        nvfp4.gemm(c.x[:, :0], packed)
 
 
 def test_scales_beside_a_weight(exact, case):
