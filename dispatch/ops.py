@@ -63,8 +63,9 @@ def _gemm_fake(
     return x.new_empty((*x.shape[:-1], n))
 
 
-def _gemm_out_fake(*args: Any, out: Tensor, **kwargs: Any) -> None:
-    return None
+def _gemm_out_fake(x: Tensor, *args: Any, out: Tensor, **options: Any) -> None:
+    _gemm_fake(x, *args, **options)  # for its checks
+    check_device(x, out=out)
 
 
 def _dequantize(

@@ -85,6 +85,22 @@ def test_meta_tensors_reach_no_kernel(exact, case):
     assert y.is_meta and y.shape == c.ref.shape and exact.launches == []
 
 
+@pytest.mark.parametrize("real", [True, False])
+def test_out_on_another_device(exact, case, real):
+    c = case()
+    tensors = [t if real else t.to("meta") for t in (c.x, c.weight, c.scale, c.gs)]
+    out = torch.empty_like(c.ref, device="meta" if real else "cpu")
+    with pytest.raises(nvfp4.InvalidInput, match="out is not where x is"):
+        nvfp4.gemm(*tensors, out=out)
+    assert exact.launches == []
+
+
+def test_meta_tensors_with_out(exact, case):
+    c = case()
+    nvfp4.gemm(*(t.to("meta") for t in (c.x, c.weight, c.scale, c.gs)), out=torch.empty_like(c.ref, device="meta"))
+    assert exact.launches == []
+
+
 def test_a_packed_weight_and_x_without_k(install, fake, case, mirrored):
     install(fake("mirror", layout="mirrored"))
     c = case()
