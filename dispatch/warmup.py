@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, message
+from ..kernels.device import describe
 from ..kernels.problem import Problem
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
@@ -48,7 +49,9 @@ def warmup(
     Raises
     ------
     InvalidInput
-        Something else than a Weight or a Problem, or a dtype that no op takes.
+        Something else than a Weight or a Problem, a dtype that no op takes, or a device that torch does not know.
+    NoDevice
+        The device is not there, or is of a kind that has no kernels.
     Unsupported
         No kernel can run one of the problems.
     """
@@ -59,11 +62,12 @@ def warmup(
     sizes = tuple(ms or ())
     if not all(isinstance(m, int) and m >= 1 for m in sizes):
         raise InvalidInput(message("wrong ms", got=sizes, expected="whole numbers, at least 1 each"))
+    where_problems_run = _device(device)
     seen: set[tuple[Problem, str, torch.device]] = set()
     for item in _items(weights_or_problems):
         if isinstance(item, Problem):
             problem = item
-            where = _default_device() if device is None else torch.device(device)
+            where = where_problems_run
             layout = table.planned_layout(where, problem)
         elif isinstance(item, Weight):
             problem = Problem(n=item.out_features, k=item.in_features, dtype=DTYPE_NAMES[dtype])
@@ -97,8 +101,18 @@ def _items(given: object) -> list[object]:
     return [given]
 
 
-def _default_device() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+def _device(wanted: torch.device | str | None) -> torch.device:
+    """The device that `warmup` was given, with its index for CUDA."""
+    if wanted is None:
+        wanted = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(wanted)
+    except (RuntimeError, TypeError) as error:
+        raise InvalidInput(message("wrong device", got=repr(wanted), expected='such as "cuda:0" or "cpu"')) from error
+    describe(device)
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
 
 
 def _zero_weight(problem: Problem, layout: str, device: torch.device) -> Weight:

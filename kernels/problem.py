@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import InvalidInput, message
+
 __all__ = ["DTYPES", "Device", "Problem", "Verdict"]
 
 DTYPES = ("bfloat16", "float16")
@@ -30,7 +32,13 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """What is to be computed, without M: every field that changes the answer, and none that does not."""
+    """What is to be computed, without M: every field that changes the answer, and none that does not.
+
+    Raises
+    ------
+    InvalidInput
+        n or k is not a whole number above 0, or the dtype is none of DTYPES.
+    """
 
     op: str = "gemm"  # "gemm", later "grouped_gemm" and "moe"
     n: int  # rows of the weight: out_features
@@ -39,6 +47,14 @@ class Problem:
     experts: int = 0  # local experts; 0 for gemm
     top_k: int = 0
     activation: str = ""
+
+    def __post_init__(self) -> None:
+        if type(self.n) is not int or self.n < 1 or type(self.k) is not int or self.k < 1:
+            raise InvalidInput(
+                message("wrong size of a Problem", got=f"n={self.n!r}, k={self.k!r}", expected="ints, at least 1 each")
+            )
+        if self.dtype not in DTYPES:
+            raise InvalidInput(message("wrong dtype of a Problem", got=repr(self.dtype), expected=" or ".join(DTYPES)))
 
     @property
     def label(self) -> str:

@@ -51,8 +51,18 @@ def test_a_problem_is_warmed_in_the_marked_layout(install, fake, set_plan, mirro
         ([], {"ms": "12"}, "wrong ms"),
         ([], {"ms": 3}, "wrong ms"),
         (Problem(n=32, k=64, op="moe"), {"device": "cpu"}, "got moe"),
+        (Problem(n=32, k=24), {"device": "cpu"}, "multiple of 16"),
+        (Problem(n=32, k=64), {"device": "foo"}, "wrong device; got 'foo'"),
+        ([], {"device": 1.5}, "wrong device"),
     ],
 )
 def test_what_it_cannot_use(exact, given, options, text):
     with pytest.raises(nvfp4.InvalidInput, match=text):
         nvfp4.warmup(given, **options)
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:99"])
+def test_a_device_that_is_not_there(exact, device):
+    with pytest.raises(nvfp4.NoDevice):
+        nvfp4.warmup(Problem(n=32, k=64), device=device)
+    assert exact.builds == []
