@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
-
 from ..kernels.kernel import Kernel, implementation_hash
 from ..kernels.problem import Device, Problem
 from .fingerprint import is_current
@@ -152,8 +150,7 @@ def _usable_kernels(
 
 def _candidate(evidence: Evidence, row: Measurement) -> Candidate | None:
     config = evidence.kernels[row.kernel].parse_config(evidence.device, evidence.problem, row.config)
-    # A field that this config does not have means that something else was measured.
-    if config is None or not msgspec.json.decode(row.config).keys() <= msgspec.json.decode(config.to_json()).keys():
+    if config is None:
         return None
     candidate = Candidate(row.kernel, config.to_json(), row.layout)
     evidence.configs[candidate] = config

@@ -11,7 +11,7 @@ import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
@@ -117,10 +117,17 @@ class Kernel(ABC):
         """Device code and what shapes it, for the implementation hash; not the host-side interface."""
 
     def parse_config(self, device: Device, problem: Problem, text: str | bytes) -> Any | None:
-        """A config from JSON of unknown origin, or None when it is not one of this kernel's space."""
+        """A config from JSON of unknown origin, or None when it is not one of this kernel's space.
+
+        A field that the config does not have means that the text speaks of something else: None too. Those that are
+        absent have their default.
+        """
         try:
-            config = msgspec.json.decode(text, type=self.config_type)
+            given = msgspec.json.decode(text, type=dict[str, bool | int | str])
+            config = msgspec.convert(given, self.config_type)
         except msgspec.DecodeError:  # includes ValidationError
+            return None
+        if not given.keys() <= {field.name for field in fields(self.config_type)}:
             return None
         return config if config in self.space(device, problem) else None
 
