@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import triton
@@ -38,7 +39,8 @@ def reader(data: Tensor, block: int, steps: int) -> Callable[[], None]:
     words = data.view(-1).view(torch.int64)
     grid = (triton.cdiv(words.numel(), block * steps),)
     sink = torch.empty(1, dtype=torch.int64, device=data.device)
-    return lambda: read_words[grid](words, sink, words.numel(), BLOCK=block, STEPS=steps, num_warps=4)
+    kernel: Any = read_words[grid]  # its parameters are Triton's, not Python's
+    return lambda: kernel(words, sink, words.numel(), BLOCK=block, STEPS=steps, num_warps=4)
 
 
 def stream_us(timer: Timer, copies: list[Tensor], count: int, rounds: int = 7) -> float:
@@ -61,7 +63,11 @@ def copy_gbs(timer: Timer, place: torch.device, nbytes: int = 2 << 30) -> float:
     target = torch.empty_like(source)
     source.random_(0, 256)
     target.copy_(source)
-    times = sorted(timer.once(lambda: target.copy_(source)) for _ in range(9))
+
+    def copy() -> None:
+        target.copy_(source)
+
+    times = sorted(timer.once(copy) for _ in range(9))
     return 2 * nbytes / times[4] / 1e3
 
 
@@ -69,7 +75,10 @@ def matrix_tflops(timer: Timer, place: torch.device, size: int = 8192, *, burst:
     """TFLOP/s of a bf16 matrix product on random data: after an idle pause, or sustained."""
     a, b = (torch.randn(size, size, device=place, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty(size, size, device=place, dtype=torch.bfloat16)
-    launch = lambda: torch.mm(a, b.T, out=out)  # noqa: E731
+
+    def launch() -> None:
+        torch.mm(a, b.T, out=out)
+
     launch()
     timer.sync()
     replay = timer.replay([launch], 8)

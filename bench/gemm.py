@@ -17,6 +17,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from nvfp4.testing.close import relative_error
 from nvfp4.tuner.inputs import Inputs
 from nvfp4.tuner.timing import Replay, Timer, make_timer
 from nvfp4.tuner.workload import parse_ms, parse_shape
+from torch import Tensor
 
 LAUNCHES = 24  # in one graph, at least
 IDLE_US = 60_000.0
@@ -54,6 +56,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def multiply(x: Tensor, dense: Tensor, out: Tensor) -> None:
+    """What users have today."""
+    torch.mm(x, dense.T, out=out)
+
+
 class Bench:
     """One problem on one device."""
 
@@ -66,8 +73,8 @@ class Bench:
         """One launch per weight copy, and the relative error of the first."""
         launcher = kernel.build(self.device, self.problem, config)
         x, out = self.inputs.x[:m], self.inputs.out(m)
-        launches = [
-            lambda w=w: launcher(x, w.data, w.scale, w.global_scale, None, None, out)  # type: ignore[misc]
+        launches: Launches = [
+            partial(launcher, x, w.data, w.scale, w.global_scale, None, None, out)
             for w in self.inputs.copies(kernel.layout(self.device, self.problem))
         ]
         launches[0]()
@@ -78,10 +85,7 @@ class Bench:
     def matmul_launches(self, m: int) -> Launches:
         """bf16 matmul on dequantised copies."""
         x, out = self.inputs.x[:m], self.inputs.out(m)
-        launches: Launches = [
-            lambda d=d: torch.mm(x, d.T, out=out)  # type: ignore[misc]
-            for d in self.inputs.dense_copies()
-        ]
+        launches: Launches = [partial(multiply, x, dense, out) for dense in self.inputs.dense_copies()]
         launches[0]()
         return launches
 

@@ -119,7 +119,7 @@ class Store:
         return added
 
     def measurements(self, device: Device, problem: Problem) -> list[Measurement]:
-        """All that was measured for one problem on one device, in the order it was added: the last row is the newest."""
+        """All that was measured for one problem on one device, in the order of adding: the last row is the newest."""
         with self._reading():
             device_id, problem_id = self._pair(device, problem)
             if device_id is None or problem_id is None:
