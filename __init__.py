@@ -4,7 +4,6 @@ Importing it registers `torch.ops.nvfp4.gemm`, `gemm.out` and `dequantize`; it m
 the compilers, the database or the tuner.
 """
 
-from . import _interrupt as _interrupt  # first: what follows takes seconds
 from .dispatch.ops import dequantize, gemm
 from .dispatch.pack import pack
 from .dispatch.table import UntunedWarning

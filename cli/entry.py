@@ -7,11 +7,10 @@ import os
 import sys
 from typing import Any, NoReturn, TextIO, cast
 
-from .. import _interrupt
-
 __all__ = ["main"]
 
 FAILED = 1
+INTERRUPTED = 130
 
 
 class Watched:
@@ -60,12 +59,10 @@ def main() -> NoReturn:
 
 def _run() -> NoReturn:
     try:
-        _interrupt.catch()
         from .app import app
 
-        _interrupt.release()
         app(prog_name="nvfp4")
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(_interrupt.INTERRUPTED)
+        sys.exit(INTERRUPTED)
     sys.exit(0)
