@@ -97,7 +97,8 @@ def tune(
     store_path
         The database; by default NVFP4_DB or the one in the user's cache folder. A damaged one is moved aside.
     budget_s
-        Seconds for all problems together, shared fairly; None measures everything.
+        Seconds for all problems together, in equal shares; what some leave goes to those that were cut short. None
+        measures everything.
     quick
         Crossovers are not refined.
     events
@@ -234,6 +235,22 @@ def _open(run: ProblemRun) -> int:
 def _all_problems(
     session: Session, runs: list[ProblemRun], result: Result, deadline: float | None, options: Options
 ) -> None:
+    try:
+        _in_turn(session, runs, result, deadline, options)
+        cut_short = [run for run in runs if run.problem in result.unexplored]
+        if cut_short and deadline is not None and time.monotonic() < deadline:  # others needed less than their share
+            result.unexplored.clear()
+            _in_turn(session, cut_short, result, deadline, options)
+    finally:
+        for run in runs:
+            for status, count in run.known.failures().items():
+                result.failures[status] = result.failures.get(status, 0) + count
+
+
+def _in_turn(
+    session: Session, runs: list[ProblemRun], result: Result, deadline: float | None, options: Options
+) -> None:
+    """Each problem once, with an equal share of the time that is left."""
     for index, run in enumerate(runs):
         begun = time.monotonic()
         budget_s = None if deadline is None else max(0.0, deadline - begun) / (len(runs) - index)
@@ -258,9 +275,6 @@ def _all_problems(
         finally:
             result.measured = session.measured
         result.plans[run.problem] = plan
-        failures = run.known.failures()
-        for status, count in failures.items():
-            result.failures[status] = result.failures.get(status, 0) + count
         if unexplored:
             result.unexplored[run.problem] = unexplored
         session.emit(
@@ -268,7 +282,7 @@ def _all_problems(
                 problem=run.problem,
                 plan=plan,
                 best=standings(run),
-                failures=failures,
+                failures=run.known.failures(),
                 unexplored=unexplored,
                 unprepared=unprepared,
                 measured=session.measured - before,

@@ -240,6 +240,19 @@ def test_a_large_space_is_searched_within_its_budget(install, go, monkeypatch):
     assert any(isinstance(e, ev.Progress) and e.eta_s is not None and e.eta_s <= 40.0 for e in seen)
 
 
+def test_time_that_one_problem_leaves_goes_to_those_that_were_cut_short(install, go, monkeypatch):
+    install(Tiles(rows=tuple(range(8, 208, 8)), variants=8))  # 200 candidates, about 0.2 s each
+    ticks = iter(range(10**6))
+    monkeypatch.setattr("nvfp4.tuner.search.time.monotonic", lambda: next(ticks) / 10)
+    other = Problem(n=257, k=512)  # nobody runs it: its share is left over
+    result, seen = go(problems=(PROBLEM, other), quick=True, budget_s=50.0)
+    finished = [e for e in seen if isinstance(e, ev.ProblemFinished) and e.problem == PROBLEM]
+    assert len(finished) == 2 and finished[0].unexplored > finished[1].unexplored
+    assert result.unexplored.get(PROBLEM, 0) == finished[1].unexplored
+    screened = [request.entrant for request in ModelWorker.requests if isinstance(request, Screen)]
+    assert len(screened) == len(set(screened)) == 200 - finished[1].unexplored
+
+
 def test_of_a_large_space_four_hundred_are_chosen_once(install, go):
     install(Tiles(rows=tuple(range(8, 440, 8)), variants=8))  # 432
     result, _ = go(ms=(1, 4096), quick=True)
