@@ -116,7 +116,9 @@ def show_report(console: Console, found: ProblemReport) -> None:
     """The plan's intervals, then what was measured at every M."""
     console.print(f"{problem_words(found.problem)} on {device_words(found.device)}")
     if found.plan is None:
-        console.print("no plan: no candidate could be used")
+        console.print(
+            "no plan yet: the tuning was cut short, or no candidate could be used; `nvfp4 tune` goes on with it"
+        )
     else:
         plan = found.plan
         console.print(f"plan {found.plan_id}: layout {plan.layout}, for {plan.traffic} traffic")

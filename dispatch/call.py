@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..kernels.kernel import Launcher
 from ..kernels.problem import Problem
-from ..kernels.weights.weight import is_aligned, normalize_global_scale
+from ..kernels.weights.weight import check_tensors, is_aligned, normalize_global_scale
 from . import table
 from .checks import (
     DTYPE_NAMES,
@@ -127,6 +127,7 @@ def _gemm(
     out: Tensor | None,
 ) -> Tensor:
     """A call that is like none before it at this weight's address."""
+    check_tensors(weight=weight, weight_scale_2=weight_scale_2)
     if x.requires_grad and _is_grad_enabled():
         refuse_grad()
     if not have_memory(x, weight, weight_scale, weight_scale_2, bias, pre_quant_scale):

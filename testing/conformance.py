@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,13 +45,10 @@ H200 = Device(
 GUARD = 256  # elements before and after `out` that must keep their bytes
 
 
-def problems(*, max_weights: int | None = None) -> Iterator[Problem]:
+def problems(*, max_weights: int | None = None) -> list[Problem]:
     """Problems of awkward sizes, in both dtypes; those of at most `max_weights` weights."""
-    for n, k in SHAPES:
-        if max_weights is not None and n * k > max_weights:
-            continue
-        for dtype in ("bfloat16", "float16"):
-            yield Problem(n=n, k=k, dtype=dtype)
+    shapes = [(n, k) for n, k in SHAPES if max_weights is None or n * k <= max_weights]
+    return [Problem(n=n, k=k, dtype=dtype) for n, k in shapes for dtype in ("bfloat16", "float16")]
 
 
 def candidates(kernel: Kernel, device: Device, problem: Problem, m: int, *, sampled: int, seed: int) -> list[Any]:

@@ -297,22 +297,30 @@ def _one_problem(
     session, begun = run.session, time.monotonic()
     if not run.candidates:
         return None, 0
+    if budget_s is not None and budget_s <= 0:  # preparing a problem takes seconds that nobody has
+        return session.store.load_plan(session.device, run.problem), _open(run)
     if _open(run):
         run.fits()
     incumbent = session.store.load_plan(session.device, run.problem)
     first = neighbours(session.store.plans(), session.device, run.problem)
     for ahead in (run, *later[:1]):  # the next problem's candidates compile while this one's are measured
         submit_builds(ahead, first)
-    run_baseline(run)
     screens_end = None if budget_s is None else begun + SCREEN_SHARE * budget_s
     end = None if budget_s is None else begun + budget_s
-    unexplored = screen_all(run, first=first, deadline=screens_end)
-    run_finals(run, incumbent, end)
-    plan = _decide(run, options)
-    while plan is not None and not options.quick and refine(run, plan, end):
+    plan = incumbent
+    try:
+        run_baseline(run)
+        unexplored = screen_all(run, first=first, deadline=screens_end)
+        run_finals(run, incumbent, end)
         plan = _decide(run, options)
-    if plan is not None and (incumbent is None or plan.id != incumbent.id):
-        session.store.save_plan(plan)
+        while plan is not None and not options.quick and refine(run, plan, end):
+            plan = _decide(run, options)
+    except KeyboardInterrupt:
+        plan = _decide(run, options)  # of what there is: better than defaults, and the next run improves it
+        raise
+    finally:
+        if plan is not None and (incumbent is None or plan.id != incumbent.id):
+            session.store.save_plan(plan)
     return plan, unexplored
 
 

@@ -10,7 +10,15 @@ from torch import Tensor
 from ...errors import InvalidInput, message
 from .codec import GROUP
 
-__all__ = ["ALIGNMENT", "Weight", "check_weight", "is_aligned", "normalize_global_scale", "validate"]
+__all__ = [
+    "ALIGNMENT",
+    "Weight",
+    "check_tensors",
+    "check_weight",
+    "is_aligned",
+    "normalize_global_scale",
+    "validate",
+]
 
 ALIGNMENT = 16  # bytes; what kernels may load at once
 
@@ -41,6 +49,13 @@ class Weight:
     layout: str
     out_features: int
     in_features: int
+
+    def __repr__(self) -> str:
+        scales = self.global_scale.numel()
+        return (
+            f"Weight({self.out_features} x {self.in_features}, layout {self.layout!r}, "
+            f"{scales} global scale{'s' if scales > 1 else ''}, {self.data.device})"
+        )
 
     def to_checkpoint(self) -> tuple[Tensor, Tensor, Tensor]:
         """(weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_scale_2 float32 [1] or [N]).
@@ -89,6 +104,7 @@ def validate(
     InvalidInput
         What is wrong and where.
     """
+    check_tensors(weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
     n, k = check_weight(weight)
     scale = _check_scale(weight_scale, n, k)
     devices = {t.device for t in (weight, weight_scale, weight_scale_2)}
@@ -109,6 +125,16 @@ def validate(
         _check_scale_values(scale)
         _check_global_values(global_scale)
     return weight, scale, global_scale
+
+
+def check_tensors(**tensors: object) -> None:
+    """Raise InvalidInput for what was forgotten (None) or is no tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            got = "None" if value is None else f"{type(value).__name__} {value!r}"
+            raise InvalidInput(
+                message(f"{name} is missing" if value is None else f"{name} is no tensor", got=got, expected="a tensor")
+            )
 
 
 def normalize_global_scale(weight_scale_2: Tensor, n: int) -> Tensor:

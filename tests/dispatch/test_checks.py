@@ -123,3 +123,14 @@ def test_a_weight_s_own_layout_is_used(exact, case):
     with pytest.raises(nvfp4.InvalidInput, match="unknown weight layout"):
         nvfp4.pack(c.weight, c.scale, c.gs, layout="fragment")
     assert packed.layout == "checkpoint"
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_forgotten_global_scale_is_named(warm):
+    """Whether or not the weight was seen before, for then its checks are a comparison with what passed."""
+    weight, scale, gs = nvfp4.quantize(torch.randn(8, 32))
+    x = torch.randn(2, 32).bfloat16()
+    if warm:
+        torch.ops.nvfp4.gemm(x, weight, scale, gs)
+    with pytest.raises(nvfp4.InvalidInput, match="weight_scale_2 is missing; got None; expected a tensor"):
+        torch.ops.nvfp4.gemm(x, weight, scale, None)

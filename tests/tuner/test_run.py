@@ -378,6 +378,8 @@ def test_ctrl_c_keeps_what_was_measured(install, go, tmp_path):
     result = caught.value.result
     assert result.interrupted and result.exit_code == 130
     assert result.measured == len(rows_of(tmp_path)) == len(MS) * 2 + 1
+    with Store.open(tmp_path / "t.db", readonly=True) as store:  # of what there is
+        assert store.load_plan(fake_device(), PROBLEM).intervals()
     resumed, _ = go()
     assert resumed.exit_code == 0
     keys = [(row.kernel, row.config, row.m) for row in rows_of(tmp_path) if row.protocol == "screen"]

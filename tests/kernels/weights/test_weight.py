@@ -202,3 +202,24 @@ class TestLayouts:
 def test_meta_tensors_have_nothing_to_check(tensors):
     with pytest.raises(InvalidInput, match=r"no values.*meta"):
         validate(*(tensor.to("meta") for tensor in tensors))
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ({"weight_scale_2": None}, "weight_scale_2 is missing; got None; expected a tensor"),
+        ({"weight_scale_2": 0.5}, "weight_scale_2 is no tensor; got float 0.5; expected a tensor"),
+        ({"weight_scale": None}, "weight_scale is missing; got None; expected a tensor"),
+    ],
+)
+def test_what_was_forgotten_is_named(missing, words):
+    weight, scale, gs = codec.quantize(torch.randn(4, 32))
+    arguments = {"weight": weight, "weight_scale": scale, "weight_scale_2": gs} | missing
+    with pytest.raises(InvalidInput) as error:
+        validate(**arguments)
+    assert str(error.value) == words
+
+
+def test_a_weight_prints_in_one_line():
+    weight, scale, gs = codec.quantize(torch.randn(4, 32))
+    assert repr(to_layout(weight, scale, gs)) == "Weight(4 x 32, layout 'checkpoint', 1 global scale, cpu)"
