@@ -78,6 +78,11 @@ def inspect(
         if (device, problem) not in store.problems():
             _refuse_unmeasured(store, device, problem)
         if why_kernel is not None:
+            measured = {row.kernel for row in store.measurements(device, problem)}  # perhaps by kernels that are gone
+            if why_kernel not in {*known, *measured}:
+                raise InvalidInput(
+                    message("--why", got=repr(why_kernel), expected="one of " + ", ".join(sorted({*known, *measured})))
+                )
             answer = why(store, device, problem, known, why_kernel, config)
             print_json(answer) if as_json else views.show_why(console(), answer)
             return

@@ -102,6 +102,11 @@ def test_why_as_json_for_one_config(tuned, run):
     assert fate.outcome == "lost" and all(at.slower > 0 for at in fate.at if at.slower is not None)
 
 
+def test_why_of_a_kernel_that_nobody_knows_lists_the_known(tuned, run):
+    done = run("inspect", "40x64", "--why", "fake_goot", "--db", tuned.path)
+    assert done.code == 2 and "fake_goot" in done.err and "fake_good" in done.err and not done.out
+
+
 def test_every_kernel_has_a_verdict_without_a_database(run, columns, tmp_path):
     done = run("inspect", "40x64", "--kernels", "--db", tmp_path / "none.db", columns=columns)
     assert done.code == 0 and fits(done.out, columns)
