@@ -28,15 +28,15 @@ def permute_x(
     STEP: tl.constexpr = 16 * WORDS
     if PDL:
         gdc_launch_dependents()
-    step = tl.program_id(0)
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)[:, None]
+    step = tl.program_id(1)  # the grid's second axis holds 65535: enough for K, not for every M
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)[:, None]
     inner = tl.arange(0, STEP)[None, :]
     k = step * STEP + inner
     mask = (token < M) & (k < K)
     x = tl.load(x_ptr + token.to(tl.int64) * x_stride + k, mask=mask, other=0.0).to(tl.float32)
     pqs = tl.load(pre_quant_scale_ptr + k, mask=(k < K) & (has_pqs != 0), other=1.0).to(tl.float32)
     planes = tl.permute(tl.reshape(rounded(x * pqs, DTYPE), (TOKENS, WORDS, 16)), (0, 2, 1))
-    at = out_ptr + (token.to(tl.int64) * tl.num_programs(0) + step) * STEP + inner
+    at = out_ptr + (token.to(tl.int64) * tl.num_programs(1) + step) * STEP + inner
     tl.store(at, tl.reshape(planes, (TOKENS, STEP)))
 
 

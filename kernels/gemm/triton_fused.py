@@ -28,7 +28,6 @@ PERMUTE_TOKENS = 4  # tokens per block of the kernel that orders x; divides ever
 WORDS = 16  # per step: 256 k. With 32, ptxas serialises the wgmmas (H200, 2026-11: 3 to 60 % slower)
 # By tokens per tile: what lets one block more onto a Hopper multiprocessor without spilling in the loop.
 CAPS = {16: 80, 32: 96}
-MAX_M = 1024  # two_pass is ahead from about 192 on (H200, 2026-11)
 ROWS_PER_WARP = 16  # with 32 the tile's words spill, with 8 a warpgroup has no whole wgmma
 
 
@@ -49,7 +48,7 @@ class TritonFused(Kernel):
     name = "triton_fused"
     config_type = TritonFusedConfig
     packages = ("triton",)
-    made_for = ((1, 192),)
+    made_for = ((1, 192),)  # any M is valid; from there on two_pass is ahead (H200, 2026-11)
 
     def supports(self, device: Device, problem: Problem) -> Verdict:
         """CUDA, sm_80 and newer."""
@@ -57,9 +56,9 @@ class TritonFused(Kernel):
 
     def is_valid(self, device: Device, problem: Problem, config: TritonFusedConfig, m: int) -> Verdict:
         """Tiles that suit m and fit in shared memory, and splits that all have work."""
-        low, high = {16: (1, 32), 32: (9, 128), 64: (33, MAX_M)}[config.block_m]
-        if not low <= m <= high:
-            return Verdict.no(f"tiles of {config.block_m} tokens serve M = {low}..{high}, not {m}")
+        low, high = {16: (1, 32), 32: (9, 128), 64: (33, None)}[config.block_m]
+        if m < low or (high is not None and m > high):
+            return Verdict.no(f"tiles of {config.block_m} tokens serve M = {low}..{high or 'any'}, not {m}")
         if config.max_registers not in (0, CAPS.get(config.block_m)):
             return Verdict.no(f"{config.max_registers} registers spill, or gain no block, with {config.block_m} tokens")
         if (need := smem_bytes(config, problem.k)) > device.smem_bytes:
@@ -159,7 +158,7 @@ class _Launch(SplitKLaunch):
         padded = -(-m // tile) * tile
         planes = x.new_empty((padded, self._steps * 16 * WORDS))
         self._permute.launch(
-            (self._steps, padded // PERMUTE_TOKENS, 1),
+            (padded // PERMUTE_TOKENS, self._steps, 1),
             x,
             x if pre_quant_scale is None else pre_quant_scale,
             planes,

@@ -107,3 +107,26 @@ def test_no_integer_of_a_launch_needs_more_than_32_bits(monkeypatch, kernel, row
         assert all(argument < 1 << 31 for argument in args if isinstance(argument, int))
         strides = [a.stride(0) for a in args if isinstance(a, torch.Tensor) and a.shape == (m, k)]
         assert all(stride <= 1 << 30 for stride in strides)
+
+
+def test_a_million_tokens_fit_the_grid(monkeypatch):
+    """Only a grid's first axis holds more than 65535 blocks."""
+    grids = []
+
+    class Recorder:
+        def __init__(self, *args, **options):
+            pass
+
+        def launch(self, grid, *args):
+            grids.append(grid)
+
+    for module in (triton_fused, _triton_host):
+        monkeypatch.setattr(module, "TritonLaunch", Recorder)
+    device, problem, m = card((9, 0)), Problem(n=4096, k=1024), 1 << 20
+    config = triton_fused.KERNEL.default_config(device, problem, m)
+    assert triton_fused.KERNEL.is_valid(device, problem, config, m)
+    x, out = (torch.empty(m, size, dtype=torch.bfloat16, device="meta") for size in (1024, 4096))
+    weight, scale = (torch.empty(4096, size, dtype=torch.uint8, device="meta") for size in (512, 64))
+    triton_fused.KERNEL.build(device, problem, config)(x, weight, scale, torch.ones(1, device="meta"), None, None, out)
+    assert len(grids) == 2
+    assert all(grid[0] < 1 << 31 and max(grid[1:]) < 1 << 16 for grid in grids)
