@@ -3,7 +3,7 @@
 `torch.mm` can only scale by a host number, and reading the global scale on the host would stop a CUDA graph from seeing
 an updated one. So this calls `cublasGemmEx` of the cuBLAS that torch has loaded, on torch's own handle (its stream and
 workspace included), with alpha and beta in device memory. Rounding the scaled weights to 16 bits instead, as is common,
-raises the error from 1.65e-3 to 2.47e-3.
+adds a second error as large as that of rounding the result.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ FAR_ROWS = 1 << 30  # elements: eight tokens times it, in words of four, stay be
 
 
 def supports_triton(device: Device, problem: Problem) -> Verdict:
-    """CUDA from sm_80 on; K and N within 32-bit offsets of one row."""
+    """CUDA from sm_80 on, and K in whole groups."""
     if device.kind != "cuda":
-        return Verdict.no(f"needs a CUDA device, this is {device.kind!r}")
+        return Verdict.no(f"needs a CUDA device, this is {device.name}")
     if device.capability < (8, 0):
         return Verdict.no(f"needs sm_80 or newer, this is {device.arch}")
     if problem.k % 16:
@@ -124,10 +124,6 @@ class SplitKLaunch(ABC):
     def prepare(self, x: Tensor, pre_quant_scale: Tensor | None) -> tuple[Tensor, int]:
         """X as the kernel reads it, and the value of EXTRA."""
 
-    def grid(self, row_tiles: int, token_tiles: int) -> tuple[int, int, int]:
-        """Blocks: the second axis is the split."""
-        return (row_tiles * token_tiles, self.config.split, 1)
-
     def __call__(
         self,
         x: Tensor,
@@ -143,8 +139,7 @@ class SplitKLaunch(ABC):
         config = self.config
         m, n = out.shape
         x, extra = self.prepare(x, pre_quant_scale)
-        row_tiles, token_tiles = -(-n // config.block_n), -(-m // config.block_m)
-        tiles = row_tiles * token_tiles
+        tiles = -(-n // config.block_n) * -(-m // config.block_m)
         if config.split > 1:
             partial = global_scale.new_empty(tiles * config.split * config.block_m * config.block_n)
             counter = zeroed_counters(x.device, tiles)
@@ -152,7 +147,7 @@ class SplitKLaunch(ABC):
             partial = counter = global_scale  # not touched
         bias_kind = 0 if bias is None else 1 if bias.dtype == out.dtype else 2
         self._launch.launch(
-            self.grid(row_tiles, token_tiles),
+            (tiles, config.split, 1),
             x,
             weight,
             weight_scale,

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 GROUP_ROW_TILES = 8  # row tiles that share x in L2 while token tiles advance
 PERMUTE_TOKENS = 4  # tokens per block of the kernel that orders x; divides every token tile
-WORDS = 16  # per step: 256 k. With 32, ptxas serialises the wgmmas (H200, 2026-11: 3 to 60 % slower)
+WORDS = 16  # per step: 256 k. With 32, ptxas serialises the wgmmas (H200, 2026-11: 3 to 63 % slower)
 # By tokens per tile: what lets one block more onto a Hopper multiprocessor without spilling in the loop.
 CAPS = {16: 80, 32: 96}
 ROWS_PER_WARP = 16  # with 32 the tile's words spill, with 8 a warpgroup has no whole wgmma
@@ -81,8 +81,8 @@ class TritonFused(Kernel):
     def default_config(self, device: Device, problem: Problem, m: int) -> TritonFusedConfig:
         """The smallest token tile that holds m, and the finest split that every multiprocessor has room for.
 
-        The constants are those that come closest to the best config of every shape and M, to 4 to 11 % in geometric
-        mean, over bench/results/2026-11-30-h200-tune.json.
+        The constants are those that came closest to the best config over all measurements of the tuning whose winners
+        are in bench/results/2026-11-30-h200-tune.json; as a rule they were not measured again.
         """
         block_m = next((b for b in (16, 32) if m <= b), 64)
         widest = TritonFusedConfig(block_m=64, block_n=128, split=1, stages=2, max_registers=0)

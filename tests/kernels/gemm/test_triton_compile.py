@@ -94,7 +94,7 @@ def test_two_pass_does_not_spill(arch, tmp_path):
 
 
 def test_hopper_multiplies_with_wgmma_and_waits_for_no_more_than_four_groups():
-    """One dot per four planes: a wait after every plane costs a third of the speed (H200, 2026-11)."""
+    """One dot per four planes: Triton waits after every dot whose first operand is in registers."""
     from nvfp4.kernels.gemm.triton_fused import KERNEL
 
     device = DEVICES["sm_90"]
