@@ -8,7 +8,7 @@ from .dispatch.ops import dequantize, gemm
 from .dispatch.pack import pack
 from .dispatch.table import UntunedWarning
 from .dispatch.warmup import warmup
-from .errors import BuildError, DatabaseError, InvalidInput, NoDevice, NotWarm, Nvfp4Error, Unsupported
+from .errors import BuildError, DatabaseError, InvalidInput, LaunchError, NoDevice, NotWarm, Nvfp4Error, Unsupported
 from .kernels.problem import Problem
 from .kernels.weights.codec import quantize
 from .kernels.weights.weight import Weight
@@ -19,6 +19,7 @@ __all__ = [
     "BuildError",
     "DatabaseError",
     "InvalidInput",
+    "LaunchError",
     "NoDevice",
     "NotWarm",
     "Nvfp4Error",

@@ -9,6 +9,7 @@ __all__ = [
     "BuildError",
     "DatabaseError",
     "InvalidInput",
+    "LaunchError",
     "NoDevice",
     "NotWarm",
     "Nvfp4Error",
@@ -47,6 +48,10 @@ class NotWarm(Nvfp4Error, RuntimeError):
 
 class BuildError(Nvfp4Error, RuntimeError):
     """A kernel did not compile."""
+
+
+class LaunchError(Nvfp4Error, RuntimeError):
+    """The driver refused to load or to launch a kernel."""
 
 
 class DatabaseError(Nvfp4Error, RuntimeError):

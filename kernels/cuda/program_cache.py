@@ -1,0 +1,101 @@
+"""Compiled programs on disk: bytes by key, in the user's cache folder or in NVFP4_KERNEL_CACHE.
+
+Nothing that goes wrong here stops a build: there is one warning, and programs are compiled again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import threading
+import warnings
+from pathlib import Path
+from typing import Any
+
+from ...errors import message
+
+__all__ = ["folder", "load", "save"]
+
+MAX_BYTES = 1 << 30  # programs that were not read for the longest time go first
+DIGEST_BYTES = 32
+
+_lock = threading.Lock()
+_open: dict[Path, Any] = {}  # FileStreamProgramCache, or None for a folder that cannot be used
+_warned = False
+
+
+def folder() -> Path:
+    """NVFP4_KERNEL_CACHE if set, else `cuda` in the user's cache folder."""
+    named = os.environ.get("NVFP4_KERNEL_CACHE")
+    if named:
+        return Path(os.path.expanduser(named))
+    from platformdirs import user_cache_path
+
+    return user_cache_path("nvfp4", appauthor=False) / "cuda"
+
+
+def load(key: str) -> bytes | None:
+    """What was saved under the key; None when there is nothing, or it is damaged."""
+    programs = _programs()
+    if programs is None:
+        return None
+    try:
+        stored: bytes | None = programs.get(key)
+    except OSError as error:
+        _warn(error)
+        return None
+    if stored is None:
+        return None
+    digest, value = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
+    if hashlib.sha256(value).digest() != digest:
+        _warn("a damaged entry")
+        return None
+    return value
+
+
+def save(key: str, value: bytes) -> None:
+    """Save bytes under a key, for every process; a reader sees all of them or none."""
+    programs = _programs()
+    if programs is None:
+        return
+    try:
+        programs[key] = hashlib.sha256(value).digest() + value
+    except OSError as error:
+        _warn(error)
+
+
+def _programs() -> Any | None:
+    path = folder()
+    with _lock:
+        if path not in _open:
+            _open[path] = _opened(path)
+        return _open[path]
+
+
+def _opened(path: Path) -> Any | None:
+    try:
+        utils = importlib.import_module("cuda.core.utils")
+        # mkdir gives its mode to the last folder alone, and the default one's parent holds the tuning database.
+        if not os.environ.get("NVFP4_KERNEL_CACHE"):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return utils.FileStreamProgramCache(path, max_size_bytes=MAX_BYTES)
+    except OSError as error:
+        _warn(error)
+        return None
+
+
+def _warn(got: object) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            message(
+                f"kernel cache {folder()}: what it lacks is compiled again",
+                got=got,
+                do="check the folder and its disk, or name another folder in NVFP4_KERNEL_CACHE",
+            ),
+            RuntimeWarning,
+            stacklevel=2,
+        )
