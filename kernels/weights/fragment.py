@@ -142,7 +142,7 @@ def pack(encoding: str, weight: Tensor, weight_scale: Tensor, global_scale: Tens
     plain = int(weight_scale.view(torch.int8).amin()) > 0
     for rows, columns in _chunks(data):
         part = _codes(weight, weight_scale, rows, columns, plain=plain)
-        part = part.unflatten(0, (-1, 4, 2, 8))
+        part = torch.unflatten(part, 0, (-1, 4, 2, 8))
         offsets = torch.tensor([0] * 4 + [TABLE] * 4, dtype=torch.int32, device=data.device)
         index = torch.add(offsets.repeat(part.shape[-1] // 8), part[:, :, 1], alpha=256)
         index += part[:, :, 0]
@@ -169,12 +169,12 @@ def to_checkpoint(encoding: str, weight: Weight) -> tuple[Tensor, Tensor, Tensor
     codes = torch.empty((n, k // 2), dtype=torch.uint8, device=data.device)
     table = _decode_table(encoding, data.device)
     offsets = torch.tensor([TABLE // 2, TABLE * 3 // 2], dtype=torch.int32, device=data.device).repeat(CODE_BYTES // 4)
-    halves = data.view(torch.int16).unflatten(-1, (4, SUBTILE_BYTES // 2))[..., : CODE_BYTES // 2]
+    halves = torch.unflatten(data.view(torch.int16), -1, (4, SUBTILE_BYTES // 2))[..., : CODE_BYTES // 2]
     for rows, columns in _chunks(data):
         index = torch.add(offsets, halves[rows, columns])
         found = table.index_select(0, index.view(-1)).view(*index.shape[:3], 8, 4, 4, 2)
         del index
-        nibbles = (found[..., 0] | found[..., 1]).view(torch.uint8).unflatten(-1, (4, 2, 2))
+        nibbles = torch.unflatten((found[..., 0] | found[..., 1]).view(torch.uint8), -1, (4, 2, 2))
         del found
         # n64, k64, w, g, q, j, e, h as rows (n64, w, h, g) of bytes (k64, j, e, q)
         part = nibbles.permute(0, 2, 7, 3, 1, 5, 6, 4).flatten(4).flatten(0, 3)
@@ -187,14 +187,14 @@ def to_checkpoint(encoding: str, weight: Weight) -> tuple[Tensor, Tensor, Tensor
 def _words(data: Tensor) -> Tensor:
     """The words of codes in a blob: int32 [Np/64, Kp/64, 4, 8, 4, 4], dimensions n64, k64, w, g, q, j."""
     assert sys.byteorder == "little"
-    subtiles = data.view(torch.int32).unflatten(-1, (4, SUBTILE_BYTES // 4))
-    return subtiles[..., : CODE_BYTES // 4].unflatten(-1, (8, 4, 4))
+    subtiles = torch.unflatten(data.view(torch.int32), -1, (4, SUBTILE_BYTES // 4))
+    return torch.unflatten(subtiles[..., : CODE_BYTES // 4], -1, (8, 4, 4))
 
 
 def _scales(data: Tensor) -> Tensor:
     """The scale codes in a blob, seen as a checkpoint has them: uint8, rows (n64, w, h, g), groups (k64, J, o)."""
-    stored = data.unflatten(-1, (4, SUBTILE_BYTES))[..., CODE_BYTES:].unflatten(-1, (8, 2, 2, 2))
-    return stored.permute(0, 2, 5, 3, 1, 4, 6)
+    stored = torch.unflatten(data, -1, (4, SUBTILE_BYTES))[..., CODE_BYTES:]
+    return torch.unflatten(stored, -1, (8, 2, 2, 2)).permute(0, 2, 5, 3, 1, 4, 6)
 
 
 def _pack_scales(scale: Tensor, data: Tensor) -> None:
