@@ -1,0 +1,110 @@
+"""The answers of compressed-tensors' configs: groups with targets, and an ignore list."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from ...errors import Unsupported, message
+from .names import aliases, fused_parts
+from .rules import DENSE, NVFP4, Answer, agreed
+from .structs import CtArgs, CtConfig, CtGroup
+
+__all__ = ["CompressedTensorsRules", "describe_args"]
+
+FORMAT = "nvfp4-pack-quantized"
+FORMATS = (None, FORMAT, "mixed-precision", "dense")  # "dense": quantised, but saved before it was packed
+PRESETS = ("NVFP4", "NVFP4A16")
+REGEX = "re:"
+
+
+def describe_args(args: CtArgs | None, form: str | None) -> str:
+    """NVFP4, DENSE, or what else these weights are, in words."""
+    if args is None:
+        return DENSE
+    bits, kind, strategy, group = args.num_bits, args.type, args.strategy, args.group_size
+    if (bits, kind, strategy, group) == (4, "float", "tensor_group", 16):
+        return NVFP4 if form in FORMATS else f"4-bit float in format {form!r}"
+    if (bits, kind, strategy, group) == (4, "float", "group", 32):
+        return "MXFP4"
+    if (bits, kind, strategy, group) == (8, "float", "group", 32):
+        return "MXFP8"
+    if (bits, kind) == (8, "float"):
+        return "FP8"
+    return f"{bits}-bit {kind}, strategy {strategy!r}, group size {group}"
+
+
+@dataclass(frozen=True)
+class CompressedTensorsRules:
+    """compressed-tensors: the first target that fits decides; names come before patterns, and these before classes.
+
+    Raises
+    ------
+    Unsupported
+        No group is NVFP4; what they are is in the message.
+    """
+
+    config: CtConfig
+    source: str
+
+    def __post_init__(self) -> None:
+        kinds = {name: kind for name, _, kind in self._groups}
+        if NVFP4 not in kinds.values():
+            got = ", ".join(f"{name}: {kind or 'no weights'}" for name, kind in kinds.items()) or "no config_groups"
+            raise Unsupported(
+                message(
+                    f"{self.source} has no NVFP4 weights",
+                    got=got,
+                    expected="num_bits 4, type 'float', strategy 'tensor_group', group_size 16",
+                )
+            )
+
+    @cached_property
+    def _groups(self) -> list[tuple[str, tuple[str, ...], str]]:
+        """(name, targets, what its weights are) of every group."""
+        groups = []
+        for name, group in self.config.config_groups.items():
+            if isinstance(group, CtGroup):
+                groups.append((name, group.targets, describe_args(group.weights, group.format or self.config.format)))
+            else:
+                groups.append((name, group, NVFP4 if name.upper() in PRESETS else name))
+        return groups
+
+    @cached_property
+    def _targets(self) -> list[tuple[str, str, str]]:
+        """(target, group, kind), in the order in which they are tried."""
+        found = [(target, name, kind) for name, targets, kind in self._groups for target in targets]
+        return sorted(found, key=lambda entry: (entry[0].startswith(REGEX), entry[0]))
+
+    def answer(self, name: str, module_class: str = "Linear") -> Answer:
+        """By the ignore list, then by targets."""
+        ignored = _first(self.config.ignore or (), name, module_class)
+        if ignored is not None:
+            return self._as(DENSE, f"ignored by {ignored!r}")
+        parts = fused_parts(name)
+        if parts and _first((target for target, _, _ in self._targets), name, "") is None:
+            return agreed(name, {part: self.answer(part, module_class) for part in parts})
+        target = _first((target for target, _, _ in self._targets), name, module_class)
+        if target is None:
+            return self._as(DENSE, "no target fits")
+        kind = next(kind for known, _, kind in self._targets if known == target)
+        return self._as(kind, f"target {target!r}")
+
+    def _as(self, kind: str, reason: str) -> Answer:
+        size = 16 if kind == NVFP4 else 0
+        return Answer(algo=kind, group_size=size, dialect="compressed-tensors", reason=reason)
+
+
+def _first(targets: Iterable[str], name: str, module_class: str) -> str | None:
+    targets = tuple(targets)
+    spellings = aliases(name)
+    for target in targets:
+        if target.startswith(REGEX):
+            expression = re.compile(target.removeprefix(REGEX))
+            if any(expression.match(spelling) for spelling in spellings):
+                return target
+        elif target in spellings:
+            return target
+    return next((target for target in targets if target == module_class), None)

@@ -1,0 +1,107 @@
+"""Names of modules in checkpoints: the spellings of one module, fused linears and their parts, experts, patterns."""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Callable, Iterable, Iterator
+
+__all__ = [
+    "FUSED",
+    "aliases",
+    "ancestors",
+    "expert_of",
+    "fused_around",
+    "fused_parts",
+    "is_linear_name",
+    "pattern_matcher",
+    "split",
+]
+
+# A fused linear and what it is made of, in the order of its rows.
+FUSED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "w13": ("w1", "w3"),
+}
+
+# Multimodal models spell the language model's prefix in three ways.
+PREFIXES = ("model.language_model.", "language_model.model.", "model.")
+HEAD = "lm_head"
+
+EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)")
+LINEAR = re.compile(r"(?:\w*proj(?:_\w+)?|lm_head|w[123]|fc[12])")
+
+
+def split(name: str) -> tuple[str, str]:
+    """Module and last part of a tensor's name: "a.b.weight" gives "a.b" and "weight"."""
+    module, _, leaf = name.rpartition(".")
+    return module, leaf
+
+
+def aliases(name: str) -> tuple[str, ...]:
+    """The name itself, then the other spellings of the same module."""
+    if name == HEAD or name.endswith("." + HEAD):
+        return tuple(dict.fromkeys((name, HEAD, f"language_model.{HEAD}", *(prefix + HEAD for prefix in PREFIXES))))
+    for prefix in PREFIXES:
+        if name.startswith(prefix):
+            rest = name.removeprefix(prefix)
+            return tuple(dict.fromkeys((name, *(other + rest for other in PREFIXES))))
+    return (name,)
+
+
+def fused_parts(name: str) -> tuple[str, ...]:
+    """Full names of the parts of a fused linear; empty for any other name."""
+    module, leaf = split(name)
+    return tuple(f"{module}.{part}" if module else part for part in FUSED.get(leaf, ()))
+
+
+def fused_around(name: str) -> tuple[str, ...]:
+    """Full names of the fused linears that a linear may be part of: qkv_proj for q_proj."""
+    module, leaf = split(name)
+    return tuple(f"{module}.{fused}" if module else fused for fused, parts in FUSED.items() if leaf in parts)
+
+
+def ancestors(name: str) -> Iterator[str]:
+    """Modules around a module, the nearest first."""
+    while name:
+        name, _ = split(name)
+        if name:
+            yield name
+
+
+def expert_of(name: str) -> tuple[str, int, str] | None:
+    """("….experts", 3, "up_proj") for "….experts.3.up_proj"; None for what is no linear of an expert."""
+    found = EXPERT.fullmatch(name)
+    return (found[1], int(found[2]), found[3]) if found else None
+
+
+def is_linear_name(name: str) -> bool:
+    """Whether a module is called as linear layers are: embeddings, norms, routers and convolutions are not."""
+    return LINEAR.fullmatch(split(name)[1]) is not None
+
+
+def pattern_matcher(patterns: Iterable[str]) -> Callable[[str], str | None]:
+    """A function that gives the first of ModelOpt's exclude patterns that covers a module name, or None.
+
+    With a wildcard it is a glob on the whole name. Without one it covers the module, those inside it, and, as old files
+    have it, every module with these parts in its name. Parts are compared whole: "layers.1" is not in "layers.10".
+    """
+    expressions = [(pattern, re.compile(_expression(pattern))) for pattern in patterns if pattern]
+    # One expression says quickly whether any matches; checkpoints have thousands of modules and patterns.
+    together = re.compile("|".join(f"(?:{found.pattern})" for _, found in expressions)) if expressions else None
+
+    def match(name: str) -> str | None:
+        if together is None or together.match(name) is None:
+            return None
+        return next((pattern for pattern, expression in expressions if expression.match(name)), None)
+
+    return match
+
+
+def _expression(pattern: str) -> str:
+    if any(character in pattern for character in "*?["):
+        return fnmatch.translate(pattern)
+    return rf"(?s:(?:.*\.)?{re.escape(pattern)}(?:\..*)?)\Z"
