@@ -1,7 +1,7 @@
 """Compiling CUDA C++ with NVRTC for a named architecture: no GPU, no CUDA toolkit, cached on disk.
 
-A source file is one translation unit. It and what it includes may include files by their place relative to its own
-folder (`#include "x.cuh"`), and declare what they use of the toolkit's headers. Its kernel is `extern "C"`; what a
+A source file is one translation unit. It and what it includes may include (`#include "x.cuh"`) files that lie beside
+the source or in this folder, and declare what they use of the toolkit's headers. The kernel is `extern "C"`; what a
 config decides reaches it as integer macros.
 """
 
@@ -40,6 +40,8 @@ ARCHITECTURES = {
 
 # no_source_include: without it NVRTC looks for headers in the process's current folder first.
 OPTIONS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"], "no_source_include": True}
+
+HERE = Path(__file__).parent  # what several kernels include lies here
 
 FORMAT = 1  # of what is kept in the cache: a change here makes everything be compiled again
 MAX_ERROR_LINES = 12
@@ -103,10 +105,15 @@ def cuda_sources(source: Path) -> tuple[Path, ...]:
     found = [source]
     for path in found:  # grows meanwhile
         for name in _INCLUDE.findall(path.read_text()):
-            header = source.parent / name
-            if header.is_file() and not any(header.samefile(known) for known in found):
+            header = next((place / name for place in _places(source) if (place / name).is_file()), None)
+            if header is not None and not any(header.samefile(known) for known in found):
                 found.append(header)
     return tuple(found)
+
+
+def _places(source: Path) -> tuple[Path, Path]:
+    """Where headers are looked for, in this order."""
+    return source.parent, HERE
 
 
 def _arch(capability: tuple[int, int]) -> str:
@@ -159,7 +166,8 @@ def _compile(source: Path, arch: str, entry: str, macros: list[tuple[str, int]])
     head = "".join(f"#define {name} {value}\n" for name, value in macros) + f'#line 1 "{source.name}"\n'
     try:
         core: Any = importlib.import_module("cuda.core")
-        options = core.ProgramOptions(name=source.name, arch=arch, include_path=[str(source.parent)], **OPTIONS)
+        places = [str(place) for place in _places(source)]
+        options = core.ProgramOptions(name=source.name, arch=arch, include_path=places, **OPTIONS)
         program = core.Program(head + source.read_text(), "c++", options)
         cubin = bytes(program.compile("cubin", logs=log).code)
     except Exception as error:  # the errors of NVRTC have no base of their own

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import re
 import struct
 import threading
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...errors import LaunchError, message
@@ -18,13 +21,19 @@ from .compile import Compiled
 __all__ = ["CudaLaunch"]
 
 MAX_CONFIGS = 1024  # grids and streams that are remembered; beyond it all are forgotten
-MAX_PORTABLE_CLUSTER = 8
+MAX_PORTABLE_CLUSTER = 8  # blocks
 FREE_SMEM_BYTES = 48 << 10  # what a block may have without asking
 POINTER_BYTES = 8
+TENSOR_MAP_ALIGN_BYTES = (64, 128)  # of a struct that holds one
+
+# Packs values into the memory of one launch, and the address of the pointer to the struct: the driver's kernelParams.
+Memory = tuple[Callable[..., None], int]
 
 
 class CudaLaunch:
     """One compiled kernel with its launch attributes. Threads may share it.
+
+    It serves the device that it is first launched on, and those that it was loaded onto.
 
     Parameters
     ----------
@@ -32,7 +41,7 @@ class CudaLaunch:
         The kernel.
     fields
         Of its only parameter, as `struct` writes them ("PPPfi"): native sizes and alignment, in the order of the C
-        struct. Pointers are "P" and take `tensor.data_ptr()`.
+        struct. Pointers are "P" and take `tensor.data_ptr()`, or 0.
     block
         Threads per block.
     smem_bytes
@@ -44,6 +53,22 @@ class CudaLaunch:
         (griddepcontrol.wait; sm_90 and newer).
     """
 
+    __slots__ = (
+        "_configs",
+        "_driver",
+        "_give",
+        "_kernel",
+        "_run",
+        "_struct",
+        "_success",
+        "_take",
+        "block",
+        "cluster",
+        "compiled",
+        "pdl",
+        "smem_bytes",
+    )
+
     def __init__(
         self, compiled: Compiled, *, fields: str, block: int, smem_bytes: int, cluster: int = 1, pdl: bool = False
     ) -> None:
@@ -53,10 +78,11 @@ class CudaLaunch:
         self.cluster = cluster
         self.pdl = pdl
         self._struct = struct.Struct(fields)
-        self._pack = self._struct.pack_into
-        self._free: list[tuple[Any, int]] = []  # of argument memory, none of it in use
+        free: list[Memory] = []
+        self._take, self._give = free.pop, free.append
         self._configs: dict[tuple[int, int, int, int], Any] = {}
-        self._kernel: Any = None  # a CUkernel as a CUfunction: it serves every device
+        self._driver: Any = None
+        self._kernel: Any = None
         self._run: Any = None
         self._success: Any = None
 
@@ -81,20 +107,21 @@ class CudaLaunch:
             config = self._configs[grid_x, grid_y, grid_z, stream]
         except KeyError:
             config = self._config(grid_x, grid_y, grid_z, stream)
-        # The driver reads the arguments without the interpreter's lock, so no two launches may share their memory. Both
-        # list operations are atomic; memory in use is in nobody's reach.
+        # The driver reads the arguments without the interpreter's lock, so no two launches may share their memory: what
+        # is in use is in nobody's reach, and the list's pop and append are atomic. A threading.local costs 4 % less (of
+        # the Python part), but a finaliser that launches this kernel between the two next lines would overwrite it.
         try:
-            memory = self._free.pop()
+            memory = self._take()
         except IndexError:
             memory = self._memory()
-        self._pack(memory[0], POINTER_BYTES, *values)
+        memory[0](*values)
         (error,) = self._run(config, self._kernel, memory[1], 0)
-        self._free.append(memory)
+        self._give(memory)
         if error is not self._success:
-            raise self._failure("cannot be launched", error, (grid_x, grid_y, grid_z))
+            raise self._failure(f"cannot be launched with grid {(grid_x, grid_y, grid_z)}", error)
 
     def load(self, index: int) -> None:
-        """Load the kernel onto a device, which the first launch does otherwise; not inside a stream capture.
+        """Load the kernel onto a device; not inside a stream capture. The first launch does so for its device.
 
         Raises
         ------
@@ -104,20 +131,46 @@ class CudaLaunch:
         import torch
 
         with torch.cuda.device(index):
-            torch.cuda.current_stream()  # makes the context
+            torch.cuda.current_stream()  # makes sure that there is a context
             self._load(index)
 
     def _load(self, index: int) -> None:
-        driver = _driver()
-        kernel = _kernel(self, driver)
-        self._allow(kernel, driver, index)
-        # Loading is lazy: this puts the code onto the current device, so that a capture finds it there.
-        self._call(driver.cuKernelGetFunction(kernel), "cannot be loaded")
+        driver = self._driver = importlib.import_module("cuda.bindings.driver")
+        kernel = self._shared_kernel()
+        self._allow(kernel, index)
+        # The driver loads code onto a device when it is first used: here, so that no capture has to.
+        self._call("cannot be loaded", driver.cuKernelGetFunction(kernel))
+        _, size = self._call("has no parameter", driver.cuKernelGetParamInfo(kernel, 0))
+        if size not in _struct_sizes(self._struct):
+            raise LaunchError(
+                message(
+                    f"kernel {self.compiled.entry}: the fields {self._struct.format!r} are not its struct",
+                    got=f"{self._struct.size} bytes",
+                    expected=f"{size} bytes",
+                )
+            )
         self._success = driver.CUresult.CUDA_SUCCESS
         self._run = driver.cuLaunchKernelEx
+        # Kernels of a library serve every device. The launch function takes them as if they were of one.
         self._kernel = driver.CUfunction(int(kernel))
 
-    def _allow(self, kernel: Any, driver: Any, index: int) -> None:
+    def _shared_kernel(self) -> Any:
+        """The kernel's handle, which equal launches share: a library is loaded once."""
+        compiled, driver = self.compiled, self._driver
+        key = (compiled.cubin, compiled.entry, self.smem_bytes, self.cluster)
+        with _lock:
+            if key not in _kernels:
+                (library,) = self._call(
+                    "cannot be loaded", driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0)
+                )
+                _kernels[key] = self._call(
+                    "is not in its code", driver.cuLibraryGetKernel(library, compiled.entry.encode())
+                )[0]
+            return _kernels[key]
+
+    def _allow(self, kernel: Any, index: int) -> None:
+        """Ask for what a device gives only when asked."""
+        driver = self._driver
         attributes = driver.CUfunction_attribute
         wanted = []
         if self.smem_bytes + self.compiled.static_smem_bytes > FREE_SMEM_BYTES:
@@ -125,46 +178,31 @@ class CudaLaunch:
         if self.cluster > MAX_PORTABLE_CLUSTER:
             wanted.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
         for attribute, value in wanted:
-            (device,) = self._call(driver.cuDeviceGet(index), "cannot be loaded")
-            self._call(
-                driver.cuKernelSetAttribute(attribute, value, kernel, device), f"cannot have {attribute.name} = {value}"
-            )
-
-    def _call(self, result: tuple[Any, ...], what: str) -> tuple[Any, ...]:
-        error, *values = result
-        if int(error):
-            raise self._failure(what, error)
-        return tuple(values)
-
-    def _failure(self, what: str, error: Any, grid: tuple[int, int, int] | None = None) -> LaunchError:
-        expected = f"{self.smem_bytes} bytes of shared memory, {self.block} threads, clusters of {self.cluster}"
-        if grid is not None:
-            expected = f"grid {grid}, {expected}"
-        return LaunchError(
-            message(f"kernel {self.compiled.entry} ({self.compiled.arch}) {what} with {expected}", got=error.name)
-        )
+            (device,) = self._call("cannot be loaded", driver.cuDeviceGet(index))
+            self._call("gets no such device", driver.cuKernelSetAttribute(attribute, value, kernel, device))
 
     def _config(self, grid_x: int, grid_y: int, grid_z: int, stream: int) -> Any:
         if self._kernel is None:
             import torch
 
             self._load(torch.cuda.current_device())
-        driver = _driver()
+        driver = self._driver
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid_x, grid_y, grid_z
         config.blockDimX, config.blockDimY, config.blockDimZ = self.block, 1, 1
         config.sharedMemBytes = self.smem_bytes
         config.hStream = driver.CUstream(stream)
+        ids = driver.CUlaunchAttributeID
         attributes = []
         if self.cluster > 1:
             attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-            dimension = attribute.value.clusterDim
-            dimension.x, dimension.y, dimension.z = self.cluster, 1, 1
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            shape = attribute.value.clusterDim
+            shape.x, shape.y, shape.z = self.cluster, 1, 1
             attributes.append(attribute)
         if self.pdl:
             attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
             attribute.value.programmaticStreamSerializationAllowed = 1
             attributes.append(attribute)
         config.attrs = attributes
@@ -174,33 +212,34 @@ class CudaLaunch:
         self._configs[grid_x, grid_y, grid_z, stream] = config
         return config
 
-    def _memory(self) -> tuple[Any, int]:
-        """A pointer to the struct followed by the struct, and the address of the pointer: what kernelParams is."""
-        buffer = (ctypes.c_uint64 * (2 + -(-self._struct.size // 8)))()
+    def _memory(self) -> Memory:
+        """A pointer to the struct, and behind it the struct."""
+        words = 1 + max(_struct_sizes(self._struct)) // POINTER_BYTES
+        buffer = (ctypes.c_uint64 * words)()
         address = ctypes.addressof(buffer)
         buffer[0] = address + POINTER_BYTES
-        return buffer, address
+        return partial(self._struct.pack_into, buffer, POINTER_BYTES), address
+
+    def _call(self, what: str, result: tuple[Any, ...]) -> tuple[Any, ...]:
+        error, *values = result
+        if int(error):
+            raise self._failure(what, error)
+        return tuple(values)
+
+    def _failure(self, what: str, error: Any) -> LaunchError:
+        wanted = f"{self.block} threads, {self.smem_bytes} bytes of dynamic shared memory, clusters of {self.cluster}"
+        return LaunchError(
+            message(f"kernel {self.compiled.entry} ({self.compiled.arch}; {wanted}) {what}", got=error.name)
+        )
 
 
-def _driver() -> Any:
-    return importlib.import_module("cuda.bindings.driver")
+def _struct_sizes(fields: struct.Struct) -> set[int]:
+    """What the C struct may have in bytes: `struct` knows the padding between fields, not that at the end."""
+    natural = max(
+        struct.calcsize(f"b{field}") - struct.calcsize(field) for field in re.findall("[a-zA-Z?]", fields.format)
+    )
+    return {-(-fields.size // align) * align for align in (natural, *TENSOR_MAP_ALIGN_BYTES)}
 
 
 _lock = threading.Lock()
-_kernels: dict[
-    tuple[bytes, str, int, int], tuple[Any, Any]
-] = {}  # (library, kernel), which live as long as the process
-
-
-def _kernel(launch: CudaLaunch, driver: Any) -> Any:
-    """The kernel's handle, for all devices; equal launches share it."""
-    compiled = launch.compiled
-    key = (compiled.cubin, compiled.entry, launch.smem_bytes, launch.cluster)
-    with _lock:
-        if key not in _kernels:
-            (library,) = launch._call(
-                driver.cuLibraryLoadData(compiled.cubin, [], [], 0, [], [], 0), "cannot be loaded"
-            )
-            (kernel,) = launch._call(driver.cuLibraryGetKernel(library, compiled.entry.encode()), "cannot be found")
-            _kernels[key] = (library, kernel)
-        return _kernels[key][1]
+_kernels: dict[tuple[bytes, str, int, int], Any] = {}  # CUkernel; they live as long as the process
