@@ -63,7 +63,7 @@ SCALE_FACTOR = 2.0**7  # puts every e4m3 where the upper nine bits of a float16 
 # CHUNKS_MIN-th of the weight, because the temporaries of a chunk are five times its size.
 CHUNK_BYTES = {"cpu": 1 << 18}
 CHUNK_BYTES_ELSEWHERE = 1 << 25
-CHUNKS_MIN = 8
+CHUNKS_MIN = 6
 
 
 def padded(n: int) -> int:
@@ -136,15 +136,16 @@ def pack(encoding: str, weight: Tensor, weight_scale: Tensor, global_scale: Tens
     n, k = weight.shape[0], 2 * weight.shape[1]
     data = torch.empty(blob_shape(n, k), dtype=torch.uint8, device=weight.device)
     _pack_scales(weight_scale, data)
-    table = _encode_table(encoding, weight.device)
+    table = _encode_table(encoding, data.device)
     words = _words(data)
+    # Bytes 4 to 7 of every 8 are of registers 2 and 3.
+    offsets = (torch.arange(data.shape[1] * TILE // 2, dtype=torch.int32, device=data.device) & 4) * (TABLE // 4)
     # As int8, NaN apart: negative scales are below zero.
     plain = int(weight_scale.view(torch.int8).amin()) > 0
     for rows, columns in _chunks(data):
         part = _codes(weight, weight_scale, rows, columns, plain=plain)
         part = torch.unflatten(part, 0, (-1, 4, 2, 8))
-        offsets = torch.tensor([0] * 4 + [TABLE] * 4, dtype=torch.int32, device=data.device)
-        index = torch.add(offsets.repeat(part.shape[-1] // 8), part[:, :, 1], alpha=256)
+        index = torch.add(offsets[: part.shape[-1]], part[:, :, 1], alpha=256)
         index += part[:, :, 0]
         del part
         found = table.index_select(0, index.view(-1)).view(-1, 4, 8, columns.stop - columns.start, 4, 2, 4)
@@ -168,7 +169,7 @@ def to_checkpoint(encoding: str, weight: Weight) -> tuple[Tensor, Tensor, Tensor
     scale = _unpack_scales(data)[:n, : k // GROUP].contiguous()
     codes = torch.empty((n, k // 2), dtype=torch.uint8, device=data.device)
     table = _decode_table(encoding, data.device)
-    offsets = torch.tensor([TABLE // 2, TABLE * 3 // 2], dtype=torch.int32, device=data.device).repeat(CODE_BYTES // 4)
+    offsets = (torch.arange(CODE_BYTES // 2, dtype=torch.int32, device=data.device) & 1) * TABLE + TABLE // 2
     halves = torch.unflatten(data.view(torch.int16), -1, (4, SUBTILE_BYTES // 2))[..., : CODE_BYTES // 2]
     for rows, columns in _chunks(data):
         index = torch.add(offsets, halves[rows, columns])
@@ -205,7 +206,8 @@ def _pack_scales(scale: Tensor, data: Tensor) -> None:
         whole = coded.new_zeros((n64 * TILE, k64 * 4))
         whole[: scale.shape[0], : scale.shape[1]] = coded
         coded = whole
-    target.copy_(coded.view(target.shape))  # the cast drops the sign
+    # The cast drops the sign. The two groups of a pair stay together.
+    target.view(torch.int16).copy_(coded.to(torch.uint8).view(target.shape).view(torch.int16))
 
 
 def _unpack_scales(data: Tensor) -> Tensor:
