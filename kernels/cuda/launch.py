@@ -1,7 +1,8 @@
 """Launching a compiled CUDA kernel with little host work.
 
-A kernel takes one struct by value. A launch packs the struct's fields into memory that the driver reads, and hands over
-a launch configuration that was made when this grid and stream were first met; nothing else happens.
+A kernel takes one struct by value (those of CuTe DSL several). A launch packs the struct's fields into memory that the
+driver reads, and hands over a launch configuration that was made when this grid and stream were first met; nothing else
+happens.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class CudaLaunch:
         The kernel.
     fields
         Of its only parameter, as `struct` writes them ("PPPfi"): native sizes and alignment, in the order of the C
-        struct. Pointers are "P" and take `tensor.data_ptr()`, or 0.
+        struct. Pointers are "P" and take `tensor.data_ptr()`, or 0. A tuple for a kernel with several parameters.
     block
         Threads per block.
     smem_bytes
@@ -51,6 +52,8 @@ class CudaLaunch:
     pdl
         The kernel may start while the one before it in the stream still runs, and waits for its results by itself
         (griddepcontrol.wait; sm_90 and newer).
+    prefer_smem
+        Leave L1 no more than it needs, so that several blocks' shared memory fits on a multiprocessor.
     """
 
     __slots__ = (
@@ -58,6 +61,7 @@ class CudaLaunch:
         "_driver",
         "_give",
         "_kernel",
+        "_parameters",
         "_run",
         "_struct",
         "_success",
@@ -66,18 +70,29 @@ class CudaLaunch:
         "cluster",
         "compiled",
         "pdl",
+        "prefer_smem",
         "smem_bytes",
     )
 
     def __init__(
-        self, compiled: Compiled, *, fields: str, block: int, smem_bytes: int, cluster: int = 1, pdl: bool = False
+        self,
+        compiled: Compiled,
+        *,
+        fields: str | tuple[str, ...],
+        block: int,
+        smem_bytes: int,
+        cluster: int = 1,
+        pdl: bool = False,
+        prefer_smem: bool = False,
     ) -> None:
         self.compiled = compiled
         self.block = block
         self.smem_bytes = smem_bytes
         self.cluster = cluster
         self.pdl = pdl
-        self._struct = struct.Struct(fields)
+        self.prefer_smem = prefer_smem
+        self._parameters = (fields,) if isinstance(fields, str) else fields
+        self._struct = struct.Struct("".join(self._parameters))
         free: list[Memory] = []
         self._take, self._give = free.pop, free.append
         self._configs: dict[tuple[int, int, int, int], Any] = {}
@@ -86,7 +101,7 @@ class CudaLaunch:
         self._run: Any = None
         self._success: Any = None
 
-    def launch(self, grid_x: int, grid_y: int, grid_z: int, stream: int, *values: int | float) -> None:
+    def launch(self, grid_x: int, grid_y: int, grid_z: int, stream: int, *values: int | float | bytes) -> None:
         """Launch on a stream of the current device.
 
         Parameters
@@ -140,15 +155,16 @@ class CudaLaunch:
         self._allow(kernel, index)
         # The driver loads code onto a device when it is first used: here, so that no capture has to.
         self._call("cannot be loaded", driver.cuKernelGetFunction(kernel))
-        _, size = self._call("has no parameter", driver.cuKernelGetParamInfo(kernel, 0))
-        if size not in _struct_sizes(self._struct):
-            raise LaunchError(
-                message(
-                    f"kernel {self.compiled.entry}: the fields {self._struct.format!r} are not its struct",
-                    got=f"{self._struct.size} bytes",
-                    expected=f"{size} bytes",
+        for index, fields in enumerate(map(struct.Struct, self._parameters)):
+            _, size = self._call(f"has no parameter {index}", driver.cuKernelGetParamInfo(kernel, index))
+            if size not in _struct_sizes(fields):
+                raise LaunchError(
+                    message(
+                        f"kernel {self.compiled.entry}: the fields {fields.format!r} are not its struct",
+                        got=f"{fields.size} bytes",
+                        expected=f"{size} bytes",
+                    )
                 )
-            )
         self._success = driver.CUresult.CUDA_SUCCESS
         self._run = driver.cuLaunchKernelEx
         # Kernels of a library serve every device. The launch function takes them as if they were of one.
@@ -157,7 +173,7 @@ class CudaLaunch:
     def _shared_kernel(self) -> Any:
         """The kernel's handle, which equal launches share: a library is loaded once."""
         compiled, driver = self.compiled, self._driver
-        key = (compiled.cubin, compiled.entry, self.smem_bytes, self.cluster)
+        key = (compiled.cubin, compiled.entry, self.smem_bytes, self.cluster, self.prefer_smem)
         with _lock:
             if key not in _kernels:
                 (library,) = self._call(
@@ -177,6 +193,8 @@ class CudaLaunch:
             wanted.append((attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.smem_bytes))
         if self.cluster > MAX_PORTABLE_CLUSTER:
             wanted.append((attributes.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1))
+        if self.prefer_smem:
+            wanted.append((attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
         for attribute, value in wanted:
             (device,) = self._call("cannot be loaded", driver.cuDeviceGet(index))
             self._call("gets no such device", driver.cuKernelSetAttribute(attribute, value, kernel, device))
@@ -213,12 +231,15 @@ class CudaLaunch:
         return config
 
     def _memory(self) -> Memory:
-        """A pointer to the struct, and behind it the struct."""
-        words = 1 + max(_struct_sizes(self._struct)) // POINTER_BYTES
-        buffer = (ctypes.c_uint64 * words)()
+        """Pointers to the parameters, and behind them the parameters: one struct after the other."""
+        start = POINTER_BYTES * len(self._parameters)
+        buffer = (ctypes.c_uint64 * ((start + max(_struct_sizes(self._struct))) // POINTER_BYTES))()
         address = ctypes.addressof(buffer)
-        buffer[0] = address + POINTER_BYTES
-        return partial(self._struct.pack_into, buffer, POINTER_BYTES), address
+        for index, fields in enumerate(self._parameters):
+            code = re.findall("[a-zA-Z?]", fields)[0]
+            # Nothing of the next field, but its alignment.
+            buffer[index] = address + start + struct.calcsize("".join(self._parameters[:index]) + f"0{code}")
+        return partial(self._struct.pack_into, buffer, start), address
 
     def _call(self, what: str, result: tuple[Any, ...]) -> tuple[Any, ...]:
         error, *values = result
@@ -242,4 +263,4 @@ def _struct_sizes(fields: struct.Struct) -> set[int]:
 
 
 _lock = threading.Lock()
-_kernels: dict[tuple[bytes, str, int, int], Any] = {}  # CUkernel; they live as long as the process
+_kernels: dict[tuple[bytes, str, int, int, bool], Any] = {}  # CUkernel; they live as long as the process

@@ -111,6 +111,33 @@ def test_padding_is_that_of_c(driver):
     assert driver.launches[0][2][: ctypes.sizeof(Argument)] == bytes(Argument(-1, 1 << 33, 5, 0.25))
 
 
+def test_several_parameters(driver, monkeypatch):
+    sizes, seen = (128, 8, 4, 8, 4), []
+    monkeypatch.setattr(driver, "cuKernelGetParamInfo", lambda kernel, index: (OK, 0, sizes[index]))
+
+    def run(config, function, parameters, extra):
+        pointers = (ctypes.c_uint64 * len(sizes)).from_address(parameters)
+        seen.append([ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)])
+        return (OK,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", run)
+    one = launcher(fields=("128s", "2i", "i", "P", "i"))
+    one.launch(1, 1, 1, 0, b"\1" * 128, 2, 3, 4, 1 << 40, 5)
+    assert seen == [
+        [b"\1" * 128, struct.pack("=2i", 2, 3), struct.pack("=i", 4), struct.pack("=Q", 1 << 40), b"\5\0\0\0"]
+    ]
+    with pytest.raises(LaunchError, match="not its struct"):
+        launcher(fields=("128s", "i", "i", "P", "i")).launch(1, 1, 1, 0, b"", 2, 4, 1 << 40, 5)
+
+
+def test_shared_memory_is_preferred_only_when_asked(driver):
+    launcher(prefer_smem=True).launch(1, 1, 1, 0, *VALUES)
+    assert ("CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT", 100, 50) in driver.calls
+    driver.calls.clear()
+    launcher().launch(1, 1, 1, 0, *VALUES)
+    assert not [call for call in driver.calls if "CARVEOUT" in str(call[0])]
+
+
 @pytest.mark.parametrize(("cluster", "pdl"), [(1, True), (4, False), (2, True)])
 def test_attributes(driver, cluster, pdl):
     launcher(cluster=cluster, pdl=pdl).launch(8, 1, 1, 0, *VALUES)
