@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, message
+from ..kernels.weights.codec import GROUP
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import is_aligned, validate
 
 __all__ = [
     "DTYPE_NAMES",
     "LOW",
+    "check_blob",
     "check_device",
     "check_gemm",
     "check_inner",
@@ -51,7 +53,6 @@ def check_gemm(
         They do not; the message says which, what was got and what was expected.
     """
     k = check_x(x)
-    get_layout(layout)
     if layout == "checkpoint":
         n = _check_checkpoint(x, weight, weight_scale, weight_scale_2, out_features)
     else:
@@ -97,6 +98,85 @@ def check_inner(x: Tensor, weight: Tensor) -> None:
                 expected=f"x of shape (..., {k}): a byte of weight holds two elements",
             )
         )
+
+
+def check_blob(
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    layout: str,
+    out_features: int | None,
+    in_features: int,
+    *,
+    dtype: torch.dtype | None = None,
+) -> int:
+    """N of a packed weight whose tensors are what its layout makes of [out_features, in_features].
+
+    A blob tells its sizes only up to their padding: the rest is the caller's word.
+
+    Parameters
+    ----------
+    dtype
+        Of the x that it meets; None: of none.
+
+    Raises
+    ------
+    InvalidInput
+        The layout is unknown or not for x's dtype, or the tensors have other dtypes, shapes or strides.
+    """
+    target = get_layout(layout)
+    if dtype is not None and DTYPE_NAMES[dtype] not in target.dtypes:
+        raise InvalidInput(
+            message(
+                f'weight layout "{layout}" is not for this x',
+                got=f"x in {dtype}",
+                expected=" or ".join(f"torch.{name}" for name in target.dtypes),
+                do="cast x, or pack the checkpoint's weight with the dtype of x",
+            )
+        )
+    if out_features is None or out_features < 1:
+        raise InvalidInput(
+            message("wrong out_features", got=out_features, expected=f'N of the weight, for layout "{layout}"')
+        )
+    if in_features < 1 or in_features % GROUP:
+        raise InvalidInput(
+            message("x and weight do not fit", got=f"K = {in_features}", expected=f"K a multiple of {GROUP}, above 0")
+        )
+    shape = target.data_shape(out_features, in_features)
+    if weight.dtype != torch.uint8 or tuple(weight.shape) != shape or not weight.is_contiguous():
+        raise InvalidInput(
+            message(
+                f'weight is not one in layout "{layout}" with N = {out_features}, K = {in_features}',
+                got=f"{weight.dtype} {tuple(weight.shape)}, strides {weight.stride()}",
+                expected=f"contiguous torch.uint8 {shape}",
+                do="pass data, layout and out_features of one Weight from nvfp4.pack, and x with its K",
+            )
+        )
+    if target.scale_shape is None:
+        if weight_scale is not None:
+            raise InvalidInput(
+                message(
+                    f'weight_scale was given beside a weight in layout "{layout}"',
+                    got=f"{weight_scale.dtype} {tuple(weight_scale.shape)}",
+                    expected="None: the weight contains its block scales",
+                )
+            )
+        return out_features
+    shape = target.scale_shape(out_features, in_features)
+    if weight_scale is None:
+        raise InvalidInput(message("weight_scale is missing", expected=f'e4m3 {shape} for layout "{layout}"'))
+    if (
+        weight_scale.dtype not in (torch.uint8, torch.float8_e4m3fn)
+        or tuple(weight_scale.shape) != shape
+        or not weight_scale.is_contiguous()
+    ):
+        raise InvalidInput(
+            message(
+                "wrong weight_scale",
+                got=f"{weight_scale.dtype} {tuple(weight_scale.shape)}, strides {weight_scale.stride()}",
+                expected=f"contiguous e4m3 or its uint8 view, {shape}, as nvfp4.pack returns it",
+            )
+        )
+    return out_features
 
 
 def check_device(x: Tensor, **tensors: Tensor | None) -> None:
@@ -216,44 +296,20 @@ def _check_blob(
     layout: str,
     out_features: int | None,
 ) -> int:
-    if out_features is None or out_features < 1:
-        raise InvalidInput(
-            message("wrong out_features", got=out_features, expected=f'N of the weight, for layout "{layout}"')
-        )
-    if x.shape[-1] == 0:
-        raise InvalidInput(
-            message("x and weight do not fit", got=f"x of shape {tuple(x.shape)}", expected="K at least 1")
-        )
-    if weight.dtype != torch.uint8 or not weight.is_contiguous():
-        raise InvalidInput(
-            message(
-                "weight is not a packed one",
-                got=f"{weight.dtype}, strides {weight.stride()}",
-                expected="contiguous uint8, as nvfp4.pack returns it",
-            )
-        )
-    tensors = {"weight": weight}
-    if weight_scale is not None:
-        if weight_scale.dtype not in (torch.uint8, torch.float8_e4m3fn) or not weight_scale.is_contiguous():
-            raise InvalidInput(
-                message(
-                    "wrong weight_scale",
-                    got=f"{weight_scale.dtype}, strides {weight_scale.stride()}",
-                    expected="contiguous e4m3 or its uint8 view, as nvfp4.pack returns it",
-                )
-            )
-        tensors["weight_scale"] = weight_scale
-    if weight_scale_2.dtype != torch.float32 or weight_scale_2.numel() not in (1, out_features):
+    n = check_blob(weight, weight_scale, layout, out_features, x.shape[-1], dtype=x.dtype)
+    if weight_scale_2.dtype != torch.float32 or weight_scale_2.numel() not in (1, n):
         raise InvalidInput(
             message(
                 "wrong weight_scale_2",
                 got=f"{weight_scale_2.dtype} {tuple(weight_scale_2.shape)}",
-                expected=f"torch.float32 [1] or [{out_features}]",
+                expected=f"torch.float32 [1] or [{n}]",
             )
         )
-    check_device(x, weight_scale_2=weight_scale_2, **tensors)
-    _check_aligned(**tensors)
-    return out_features
+    check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
+    _check_aligned(weight=weight)
+    if weight_scale is not None:
+        _check_aligned(weight_scale=weight_scale)
+    return n
 
 
 def _check_vector(

@@ -13,7 +13,7 @@ from ..kernels.weights import codec
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import Weight, normalize_global_scale, validate
 from . import call
-from .checks import check_device, check_inner, refuse_grad
+from .checks import check_blob, check_device, check_inner, refuse_grad
 
 __all__ = ["dequantize", "gemm"]
 
@@ -59,7 +59,9 @@ def _gemm_fake(
     check_device(x, bias=bias, pre_quant_scale=pre_quant_scale)
     if layout == "checkpoint":
         check_inner(x, weight)
-    n = weight.shape[0] if out_features is None else out_features
+        n = weight.shape[0] if out_features is None else out_features
+    else:
+        n = check_blob(weight, weight_scale, layout, out_features, x.shape[-1])
     return x.new_empty((*x.shape[:-1], n))
 
 
@@ -93,6 +95,7 @@ def _dequantize(
                     expected=f'both, for layout "{layout}"',
                 )
             )
+        check_blob(weight, weight_scale, layout, out_features, in_features)
         packed = Weight(
             data=weight,
             scale=None if weight_scale is None else codec.e4m3_bytes(weight_scale),
@@ -223,6 +226,14 @@ def gemm(
         weight, weight_scale, weight_scale_2 = w.data, w.scale, w.global_scale
         if w.layout != "checkpoint":
             layout, out_features = w.layout, w.out_features
+            if x.shape[-1:] != (w.in_features,):  # blobs are padded: their shape does not tell K
+                raise InvalidInput(
+                    message(
+                        "x and weight do not fit",
+                        got=f"x of shape {tuple(x.shape)} and {w}",
+                        expected=f"x of shape (..., {w.in_features})",
+                    )
+                )
     elif weight_scale_2 is None:
         raise InvalidInput(message("weight_scale_2 is missing", do="pass it, or pass a Weight from nvfp4.pack"))
     else:

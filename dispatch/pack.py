@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, message
+from ..kernels.device import describe
 from ..kernels.problem import Problem
+from ..kernels.weights.fragment import fragment_id
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
 from . import table
@@ -38,7 +40,8 @@ def pack(
     dtype
         Of the x it will meet: layouts may depend on it, and so do plans.
     layout
-        Layout id of the result; None asks the plan of this problem on this device, and takes "checkpoint" without one.
+        Layout id of the result; "fragment" picks the one of the fragment layouts that fits device and dtype; None asks
+        the plan of this problem on this device, and takes "checkpoint" without one.
     scale_layout
         "linear", or "swizzled" when weight_scale is in the 128x4 order (any shape).
     repair_nan
@@ -58,6 +61,8 @@ def pack(
         raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
     if layout is None:
         layout = _planned_layout(weight, dtype) if weight.ndim == 2 else "checkpoint"
+    elif layout == "fragment":
+        layout = _fragment_id(weight.device, dtype)
     return to_layout(
         weight, weight_scale, weight_scale_2, layout_id=layout, scale_layout=scale_layout, repair_nan=repair_nan
     )
@@ -68,3 +73,8 @@ def _planned_layout(weight: Tensor, dtype: torch.dtype) -> str:
         return "checkpoint"
     problem = Problem(n=weight.shape[0], k=2 * weight.shape[1], dtype=DTYPE_NAMES[dtype])
     return table.planned_layout(weight.device, problem)
+
+
+def _fragment_id(device: torch.device, dtype: torch.dtype) -> str:
+    capability = describe(device).capability if device.type in ("cpu", "cuda") else (0, 0)
+    return fragment_id(capability, DTYPE_NAMES[dtype])

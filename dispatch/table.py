@@ -18,6 +18,7 @@ from ..errors import BuildError, NotWarm, message
 from ..kernels.device import describe
 from ..kernels.kernel import Launcher
 from ..kernels.problem import Device, Problem
+from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.layouts import layout_ids
 from .segments import ANCHORS, Segment, decide
 
@@ -151,9 +152,11 @@ def find_plan(device: Device, problem: Problem) -> Plan | None:
 
 
 def planned_layout(device: torch.device, problem: Problem) -> str:
-    """The weight layout that the plan marks; "checkpoint" without a plan, or when it names a layout unknown here."""
+    """The weight layout that the plan marks; "checkpoint" without a plan, or when it names none that fits here."""
     plan = find_plan(describe(device), problem)
-    return plan.layout if plan is not None and plan.layout in layout_ids() else "checkpoint"
+    if plan is None or plan.layout not in layout_ids() or problem.dtype not in get_layout(plan.layout).dtypes:
+        return "checkpoint"
+    return plan.layout
 
 
 def _command(problem: Problem) -> str:

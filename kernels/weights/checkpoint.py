@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .codec import GROUP
 from .layouts import Layout
 from .weight import Weight, is_aligned
 
@@ -29,4 +30,12 @@ def to_checkpoint(weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
     return weight.data, weight.scale.view(torch.float8_e4m3fn), weight.global_scale
 
 
-LAYOUTS = (Layout(id="checkpoint", pack=pack, to_checkpoint=to_checkpoint),)
+LAYOUTS = (
+    Layout(
+        id="checkpoint",
+        pack=pack,
+        to_checkpoint=to_checkpoint,
+        data_shape=lambda n, k: (n, k // 2),
+        scale_shape=lambda n, k: (n, k // GROUP),
+    ),
+)

@@ -298,6 +298,8 @@ LAYOUTS = tuple(
         id=f"fragment1-{encoding}",
         pack=partial(pack, encoding),
         to_checkpoint=partial(to_checkpoint, encoding),
+        data_shape=blob_shape,
+        dtypes=dtypes,
     )
-    for encoding in ("bf16", "fp16", "nib")
+    for encoding, dtypes in (("bf16", ("bfloat16",)), ("fp16", ("float16",)), ("nib", DTYPES))
 )

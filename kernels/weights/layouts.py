@@ -6,6 +6,7 @@ Every module of this folder with a `LAYOUTS` tuple offers layouts: adding one me
 from __future__ import annotations
 
 import importlib
+import math
 import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInput, message
+from ..problem import DTYPES
 from .codec import GROUP, e4m3_bytes
 from .swizzle import unswizzle
 from .weight import Weight, check_weight, validate
@@ -24,15 +26,32 @@ __all__ = ["Layout", "layout", "layout_ids", "to_layout"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """One layout: how to make it from validated tensors, and how to undo it.
+    """One layout: how to make it from validated tensors, how to undo it, and what its tensors must look like.
 
     `pack` takes what `validate` returns (uint8 [N, K/2], uint8 [N, K/16], float32 [1] or [N]) and works where those
     tensors are. `to_checkpoint` returns weight, weight_scale (float8_e4m3fn) and weight_scale_2.
+
+    Attributes
+    ----------
+    data_shape
+        (N, K) -> shape of `Weight.data`, uint8.
+    scale_shape
+        (N, K) -> shape of `Weight.scale`; None for layouts whose data contains the scales.
+    dtypes
+        The dtypes of x that it is for.
     """
 
     id: str
     pack: Callable[[Tensor, Tensor, Tensor], Weight]
     to_checkpoint: Callable[[Weight], tuple[Tensor, Tensor, Tensor]]
+    data_shape: Callable[[int, int], tuple[int, ...]]
+    scale_shape: Callable[[int, int], tuple[int, ...]] | None = None
+    dtypes: tuple[str, ...] = DTYPES
+
+    def bytes(self, n: int, k: int) -> int:
+        """Of a weight [n, k], scales included, its global scale not."""
+        scale = math.prod(self.scale_shape(n, k)) if self.scale_shape is not None else 0
+        return math.prod(self.data_shape(n, k)) + scale
 
 
 @cache

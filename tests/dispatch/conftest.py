@@ -177,7 +177,13 @@ def mirrored(monkeypatch):
     def to_checkpoint(weight):
         return weight.data.flip(1), weight.scale.view(torch.float8_e4m3fn), weight.global_scale
 
-    known["mirrored"] = layouts.Layout(id="mirrored", pack=pack, to_checkpoint=to_checkpoint)
+    known["mirrored"] = layouts.Layout(
+        id="mirrored",
+        pack=pack,
+        to_checkpoint=to_checkpoint,
+        data_shape=lambda n, k: (n, k // 2),
+        scale_shape=lambda n, k: (n, k // 16),
+    )
     monkeypatch.setattr(layouts, "_all", lambda: known)
 
 

@@ -62,7 +62,7 @@ WRONG = {
         r"wrong pre_quant_scale.*\[K\]",
     ),
     "pqs is float32": (lambda c: c.options.update(pre_quant_scale=torch.ones(c.k)), "wrong pre_quant_scale"),
-    "layout is unknown": (lambda c: c.options.update(layout="fragment"), "unknown weight layout.*checkpoint"),
+    "layout is unknown": (lambda c: c.options.update(layout="no-such"), "unknown weight layout.*checkpoint"),
     "out_features is wrong": (lambda c: c.options.update(out_features=5), "wrong out_features"),
 }
 
@@ -121,7 +121,7 @@ def test_a_weight_s_own_layout_is_used(exact, case):
     c = case()
     packed = nvfp4.pack(c.weight, c.scale, c.gs)
     with pytest.raises(nvfp4.InvalidInput, match="unknown weight layout"):
-        nvfp4.pack(c.weight, c.scale, c.gs, layout="fragment")
+        nvfp4.pack(c.weight, c.scale, c.gs, layout="no-such")
     assert packed.layout == "checkpoint"
 
 

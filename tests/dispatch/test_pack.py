@@ -63,7 +63,7 @@ def test_swizzled_scales_and_nan_repair(exact, case):
     ("options", "text"),
     [
         ({"dtype": torch.float32}, "wrong dtype"),
-        ({"layout": "fragment"}, "unknown weight layout.*checkpoint"),
+        ({"layout": "no-such"}, "unknown weight layout.*checkpoint"),
         ({"scale_layout": "zigzag"}, "unknown scale_layout"),
     ],
 )
