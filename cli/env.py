@@ -15,6 +15,7 @@ from ..cache.records import Environment
 from ..cache.store import Store
 from ..errors import DatabaseError, NoDevice
 from ..kernels import registry
+from ..kernels.cuda import program_cache
 from ..kernels.device import describe
 from ..kernels.problem import Device
 from .options import database_option, help_style, json_option
@@ -23,7 +24,7 @@ from .words import device_words, plural
 
 __all__ = ["env"]
 
-OPTIONS = ("NVFP4_DB", "NVFP4_KERNELS")
+OPTIONS = ("NVFP4_DB", "NVFP4_KERNELS", "NVFP4_KERNEL_CACHE")
 
 
 class Database(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,4 +126,4 @@ def _state(database: Database) -> str:
 
 def _caches() -> dict[str, str]:
     triton = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton/cache")
-    return {"triton cache": str(triton)}
+    return {"triton cache": str(triton), "cuda cache": str(program_cache.folder())}

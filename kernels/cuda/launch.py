@@ -21,6 +21,8 @@ from .compile import Compiled
 
 __all__ = ["CudaLaunch"]
 
+_FIELD = re.compile("[a-rt-wyzA-Z?]")  # not "s" and "x": bytes have no alignment, and a "0s" would take a value
+
 MAX_CONFIGS = 1024  # grids and streams that are remembered; beyond it all are forgotten
 MAX_PORTABLE_CLUSTER = 8  # blocks
 FREE_SMEM_BYTES = 48 << 10  # what a block may have without asking
@@ -92,7 +94,8 @@ class CudaLaunch:
         self.pdl = pdl
         self.prefer_smem = prefer_smem
         self._parameters = (fields,) if isinstance(fields, str) else fields
-        self._struct = struct.Struct("".join(self._parameters))
+        # Before every parameter the padding that its alignment, that of its widest field, asks for.
+        self._struct = struct.Struct("".join(f"0{_widest(one)}{one}" for one in self._parameters))
         free: list[Memory] = []
         self._take, self._give = free.pop, free.append
         self._configs: dict[tuple[int, int, int, int], Any] = {}
@@ -155,8 +158,8 @@ class CudaLaunch:
         self._allow(kernel, index)
         # The driver loads code onto a device when it is first used: here, so that no capture has to.
         self._call("cannot be loaded", driver.cuKernelGetFunction(kernel))
-        for index, fields in enumerate(map(struct.Struct, self._parameters)):
-            _, size = self._call(f"has no parameter {index}", driver.cuKernelGetParamInfo(kernel, index))
+        for position, fields in enumerate(map(struct.Struct, self._parameters)):
+            _, size = self._call(f"has no parameter {position}", driver.cuKernelGetParamInfo(kernel, position))
             if size not in _struct_sizes(fields):
                 raise LaunchError(
                     message(
@@ -197,7 +200,9 @@ class CudaLaunch:
             wanted.append((attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100))
         for attribute, value in wanted:
             (device,) = self._call("cannot be loaded", driver.cuDeviceGet(index))
-            self._call("gets no such device", driver.cuKernelSetAttribute(attribute, value, kernel, device))
+            self._call(
+                "asks for more than the device has", driver.cuKernelSetAttribute(attribute, value, kernel, device)
+            )
 
     def _config(self, grid_x: int, grid_y: int, grid_z: int, stream: int) -> Any:
         if self._kernel is None:
@@ -235,10 +240,11 @@ class CudaLaunch:
         start = POINTER_BYTES * len(self._parameters)
         buffer = (ctypes.c_uint64 * ((start + max(_struct_sizes(self._struct))) // POINTER_BYTES))()
         address = ctypes.addressof(buffer)
-        for index, fields in enumerate(self._parameters):
-            code = re.findall("[a-zA-Z?]", fields)[0]
-            # Nothing of the next field, but its alignment.
-            buffer[index] = address + start + struct.calcsize("".join(self._parameters[:index]) + f"0{code}")
+        before = ""
+        for position, fields in enumerate(self._parameters):
+            before += f"0{_widest(fields)}"
+            buffer[position] = address + start + struct.calcsize(before)
+            before += fields
         return partial(self._struct.pack_into, buffer, start), address
 
     def _call(self, what: str, result: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -254,11 +260,19 @@ class CudaLaunch:
         )
 
 
+def _align_bytes(field: str) -> int:
+    return struct.calcsize(f"b{field}") - struct.calcsize(field)
+
+
+def _widest(fields: str) -> str:
+    """The field whose alignment is the struct's."""
+    codes: list[str] = ["b", *_FIELD.findall(fields)]
+    return max(codes, key=_align_bytes)
+
+
 def _struct_sizes(fields: struct.Struct) -> set[int]:
     """What the C struct may have in bytes: `struct` knows the padding between fields, not that at the end."""
-    natural = max(
-        struct.calcsize(f"b{field}") - struct.calcsize(field) for field in re.findall("[a-zA-Z?]", fields.format)
-    )
+    natural = _align_bytes(_widest(fields.format))
     return {-(-fields.size // align) * align for align in (natural, *TENSOR_MAP_ALIGN_BYTES)}
 
 

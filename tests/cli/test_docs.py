@@ -99,7 +99,7 @@ def test_links_between_pages_lead_somewhere(page):
 @pytest.fixture
 def example(tmp_path):
     """The kernel of the page in a folder of its own, and a way to run things there."""
-    kernel, tests = blocks("docs/adding-a-kernel.md", "python")
+    kernel, *_, tests = blocks("docs/adding-a-kernel.md", "python")
     (tmp_path / "cpu_rows.py").write_text(kernel)
     (tmp_path / "test_cpu_rows.py").write_text(tests)
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "NVFP4_DB": str(tmp_path / "t.db")}

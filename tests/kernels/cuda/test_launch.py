@@ -130,6 +130,20 @@ def test_several_parameters(driver, monkeypatch):
         launcher(fields=("128s", "i", "i", "P", "i")).launch(1, 1, 1, 0, b"", 2, 4, 1 << 40, 5)
 
 
+def test_a_parameter_is_aligned_as_its_widest_field(driver, monkeypatch):
+    sizes, seen = (4, 16), []
+    monkeypatch.setattr(driver, "cuKernelGetParamInfo", lambda kernel, index: (OK, 0, sizes[index]))
+
+    def run(config, function, parameters, extra):
+        pointers = (ctypes.c_uint64 * 2).from_address(parameters)
+        seen.append([ctypes.string_at(pointer, size) for pointer, size in zip(pointers, sizes, strict=True)])
+        return (OK,)
+
+    monkeypatch.setattr(driver, "cuLaunchKernelEx", run)
+    launcher(fields=("i", "iP")).launch(1, 1, 1, 0, 1, 2, 1 << 40)
+    assert seen == [[struct.pack("=i", 1), struct.pack("=i4xQ", 2, 1 << 40)]]
+
+
 def test_shared_memory_is_preferred_only_when_asked(driver):
     launcher(prefer_smem=True).launch(1, 1, 1, 0, *VALUES)
     assert ("CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT", 100, 50) in driver.calls
