@@ -124,7 +124,7 @@ def check_blob(
         The layout is unknown or not for x's dtype, or the tensors have other dtypes, shapes or strides.
     """
     target = get_layout(layout)
-    if dtype is not None and DTYPE_NAMES[dtype] not in target.dtypes:
+    if dtype is not None and DTYPE_NAMES.get(dtype) not in target.dtypes:
         raise InvalidInput(
             message(
                 f'weight layout "{layout}" is not for this x',
@@ -135,7 +135,7 @@ def check_blob(
         )
     if out_features is None or out_features < 1:
         raise InvalidInput(
-            message("wrong out_features", got=out_features, expected=f'N of the weight, for layout "{layout}"')
+            message("wrong out_features", got=repr(out_features), expected=f'N of the weight, for layout "{layout}"')
         )
     if in_features < 1 or in_features % GROUP:
         raise InvalidInput(

@@ -61,7 +61,7 @@ def _gemm_fake(
         check_inner(x, weight)
         n = weight.shape[0] if out_features is None else out_features
     else:
-        n = check_blob(weight, weight_scale, layout, out_features, x.shape[-1])
+        n = check_blob(weight, weight_scale, layout, out_features, x.shape[-1], dtype=x.dtype)
     return x.new_empty((*x.shape[:-1], n))
 
 

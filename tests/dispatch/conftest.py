@@ -75,8 +75,16 @@ class FakeKernel(Kernel):
         def launch(x, weight, scale, gs, bias, pqs, out):
             self.launches.append((self.name, config.tile, x.shape[0]))
             self.arguments = [(x, weight, scale, gs, bias, pqs, out)]
-            if self._layout == "mirrored":
-                weight = weight.flip(1)
+            if self._layout != "checkpoint":
+                packed = Weight(
+                    data=weight,
+                    scale=scale,
+                    global_scale=gs,
+                    layout=self._layout,
+                    out_features=problem.n,
+                    in_features=problem.k,
+                )
+                weight, scale, gs = packed.to_checkpoint()
             out.copy_(reference.gemm(x, weight, scale, gs, bias, pqs))
 
         return launch
