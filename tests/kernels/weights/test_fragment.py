@@ -1,5 +1,7 @@
 """The fragment layouts, read back by what kernels do: the bit operations on words, in NumPy, then exact values."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -282,3 +284,11 @@ def test_sizes():
         assert (packed.scale is None) == (entry.scale_shape is None)
         assert entry.bytes(65, 80) + 4 == packed.nbytes
     assert layout("fragment1-nib").bytes(65, 80) == 4 * 2304 and layout("checkpoint").bytes(65, 80) == 65 * 80 * 9 // 16
+
+
+def test_the_page_has_the_tables_of_the_code():
+    page = (Path(__file__).parents[3] / "docs" / "layouts.md").read_text()
+    for encoding, low_halves in fragment.LOW_HALVES.items():
+        row = " | ".join(" ".join(str(bit) for bit in bits) for bits in low_halves)
+        assert f"| {encoding} | {row} |" in page
+    assert all(f"| `{layout_id}` |" in page for layout_id in layout_ids())
