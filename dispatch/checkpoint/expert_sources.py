@@ -1,0 +1,228 @@
+"""Where the experts of an MoE layer are in a checkpoint, one by one or as 3-D tensors; one way to read both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+from ...errors import InvalidInput, Unsupported, message
+from .checkpoint import Checkpoint
+from .files import listed
+from .fused_experts import FusedExperts, StackedInfo, read_stacked
+from .modules import CT, MODELOPT, LinearInfo
+from .names import aliases
+from .values import global_factor
+
+__all__ = ["Half", "Source", "expert_source"]
+
+Role = Literal["gate", "up", "down"]
+
+# What the projections of an expert are called; families without a gate have only up and down.
+ROLES: Mapping[str, Role] = {
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+}
+INTERLEAVED_MODELS = ("gpt_oss",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Half:
+    """One of gate, up and down of one expert; tensors are views of the mapped file."""
+
+    role: Role
+    name: str
+    scale_name: str
+    packed: Tensor  # [N, K/2]
+    scales: Tensor  # [N, K/16]
+    factor: float
+    bias: Tensor | None
+    pre_quant_scale: Tensor | None
+
+    def weight(self, rows: slice, columns: slice) -> Tensor:
+        """Part of the codes, in bytes."""
+        return self.packed[rows, columns]
+
+    def scale(self, rows: slice, groups: slice) -> Tensor:
+        """Part of the block scales, contiguous."""
+        return self.scales[rows, groups].contiguous()
+
+
+class Source(Protocol):
+    """The experts of one layer: `inter` is I, `hidden` is H."""
+
+    name: str
+    count: int
+    hidden: int
+    inter: int
+    gated: bool
+
+    def check(self, experts: range) -> None:
+        """Raise InvalidInput where one of these is not complete, or of another size."""
+        ...
+
+    def halves(self, expert: int) -> Iterator[Half]:
+        """Gate (if there is one), up and down."""
+        ...
+
+
+def expert_source(checkpoint: Checkpoint, name: str, gate_up: str | None) -> Source:
+    """The experts in the module `name`, in any of its spellings. Raises as `load_experts` does."""
+    if gate_up not in (None, "halves", "interleaved"):
+        raise InvalidInput(message("wrong gate_up", got=repr(gate_up), expected='"halves" or "interleaved"'))
+    for spelling in aliases(name):
+        if spelling in checkpoint.experts:
+            return Separate(checkpoint, spelling)
+        if spelling in checkpoint.fused_experts:
+            interleaved = gate_up == "interleaved" or (
+                gate_up is None and checkpoint.config.model.model_type in INTERLEAVED_MODELS
+            )
+            return Stacked(checkpoint, checkpoint.fused_experts[spelling], interleaved)
+        for module, problem in checkpoint.broken.items():
+            if module == spelling or module.startswith(f"{spelling}."):
+                raise InvalidInput(problem)
+        for module, algo in checkpoint.foreign.items():
+            if module == spelling or module.startswith(f"{spelling}."):
+                raise Unsupported(message(f"{module} is quantised as {algo}", expected="NVFP4"))
+    known = listed({*checkpoint.experts, *checkpoint.fused_experts}, 3)
+    raise InvalidInput(
+        message(f"{checkpoint.path} has no NVFP4 experts {name}", expected=f"one like {known}" if known else None)
+    )
+
+
+class Separate:
+    """Experts that are stored one by one."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._checkpoint = checkpoint
+        self._experts = checkpoint.experts[name]
+        self.name = name
+        elsewhere = _numbers(name, (*checkpoint.broken, *checkpoint.foreign))
+        self.count = max(1 + max((*self._experts, *elsewhere)), checkpoint.config.model.experts)
+        first = self._roles(min(self._experts))
+        self.gated = any("gate" in self._roles(expert) for expert in self._experts)
+        any_of = first.get("up") or first.get("gate")
+        if any_of is None:
+            raise InvalidInput(message(f"experts {name} have no up projection", got=listed(first)))
+        self.hidden, self.inter = any_of.k, any_of.n
+
+    def _roles(self, expert: int) -> dict[Role, LinearInfo]:
+        return {ROLES[leaf]: info for leaf, info in self._experts.get(expert, {}).items() if leaf in ROLES}
+
+    def check(self, experts: range) -> None:
+        wanted: tuple[Role, ...] = ("gate", "up", "down") if self.gated else ("up", "down")
+        for expert in experts:
+            there = self._roles(expert)
+            missing = [role for role in wanted if role not in there]
+            if missing:
+                self._refuse(expert, missing, there)
+            unknown = set(self._experts[expert]) - set(ROLES)
+            if unknown:
+                raise InvalidInput(message(f"{self.name}.{expert} has unknown layers", got=listed(unknown)))
+            for role, info in there.items():
+                expected = (self.hidden, self.inter) if role == "down" else (self.inter, self.hidden)
+                if (info.n, info.k) != expected:
+                    raise InvalidInput(
+                        message(f"{info.name} has another size than its like", got=(info.n, info.k), expected=expected)
+                    )
+
+    def _refuse(self, expert: int, missing: list[Role], there: Mapping[Role, LinearInfo]) -> None:
+        prefix = f"{self.name}.{expert}."
+        for module, problem in self._checkpoint.broken.items():
+            if module.startswith(prefix):
+                raise InvalidInput(problem)
+        for module, algo in self._checkpoint.foreign.items():
+            if module.startswith(prefix):
+                raise Unsupported(message(f"{module} is quantised as {algo}", expected="NVFP4, like the other experts"))
+        raise InvalidInput(
+            message(
+                f"{self.name}.{expert} is incomplete",
+                got=f"no {' and no '.join(missing)}" if there else "nothing of it",
+                expected="the layers that the other experts have",
+            )
+        )
+
+    def halves(self, expert: int) -> Iterator[Half]:
+        files = self._checkpoint.files
+        roles = self._roles(expert)
+        for role in ("gate", "up", "down"):
+            if role not in roles:
+                continue
+            info = roles[role]
+            tensors = info.tensors
+            ct = info.dialect == CT
+            divisor = tensors["weight_global_scale" if ct else "weight_scale_2"].name
+            bias, vector = tensors.get("bias"), tensors.get("pre_quant_scale")
+            yield Half(
+                role=role,
+                name=info.name,
+                scale_name=tensors["weight_scale"].name,
+                packed=files.read(tensors["weight_packed" if ct else "weight"].name),
+                scales=files.read(tensors["weight_scale"].name),
+                factor=float(_one(divisor, global_factor(divisor, files.read(divisor), info.dialect))),
+                bias=None if bias is None else files.read(bias.name).reshape(-1),
+                pre_quant_scale=None if vector is None else files.read(vector.name).reshape(-1),
+            )
+
+
+class Stacked:
+    """Experts that are stored as 3-D tensors."""
+
+    def __init__(self, checkpoint: Checkpoint, found: FusedExperts, interleaved: bool) -> None:
+        self._files = checkpoint.files
+        self._found = found
+        self._interleaved = interleaved
+        self.name, self.count, self.gated = found.name, found.count, found.gated
+        self.hidden, self.inter = found.first.k, found.second.k
+
+    def check(self, experts: range) -> None:
+        """Their shapes were compared when the checkpoint was opened."""
+
+    def halves(self, expert: int) -> Iterator[Half]:
+        first = f"{self.name}.{'gate_up_proj' if self.gated else 'up_proj'}"
+        if not self.gated:
+            yield self._half("up", first, self._found.first, expert, slice(None), 0)
+        elif self._interleaved:
+            yield self._half("gate", first, self._found.first, expert, slice(0, None, 2), 0)
+            yield self._half("up", first, self._found.first, expert, slice(1, None, 2), 1)
+        else:
+            yield self._half("gate", first, self._found.first, expert, slice(0, self.inter), 0)
+            yield self._half("up", first, self._found.first, expert, slice(self.inter, None), 1)
+        yield self._half("down", f"{self.name}.down_proj", self._found.second, expert, slice(None), 0)
+
+    def _half(self, role: Role, name: str, info: StackedInfo, expert: int, rows: slice, place: int) -> Half:
+        tensors = read_stacked(self._files, info, expert)
+        factor = global_factor(f"{name}_weight_scale_2", tensors["weight_scale_2"], MODELOPT)
+        bias = tensors.get("bias")
+        return Half(
+            role=role,
+            name=f"{self.name}.{expert}.{role}",
+            scale_name=f"{name}_weight_scale of expert {expert}",
+            packed=tensors["weight"][rows],
+            scales=tensors["weight_scale"][rows],
+            factor=float(factor[place if factor.numel() > 1 else 0]),
+            bias=None if bias is None else bias[rows],
+            pre_quant_scale=tensors.get("pre_quant_scale"),
+        )
+
+
+def _one(name: str, factor: Tensor) -> Tensor:
+    if factor.numel() != 1:
+        raise InvalidInput(message(f"{name} of an expert", got=tuple(factor.shape), expected="one element"))
+    return factor
+
+
+def _numbers(name: str, modules: tuple[str, ...]) -> Iterator[int]:
+    """Numbers of experts of `name` among modules."""
+    prefix = f"{name}."
+    for module in modules:
+        if module.startswith(prefix):
+            number = module.removeprefix(prefix).partition(".")[0]
+            if number.isdigit():
+                yield int(number)
