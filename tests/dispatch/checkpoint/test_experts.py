@@ -1,0 +1,301 @@
+"""Experts read into stacks: every family's names, 3-D files, global scales apart, ranges, and what is refused."""
+
+import pytest
+import torch
+from nvfp4.dispatch.checkpoint import Shard, expert_range, load_experts, open_checkpoint
+from nvfp4.errors import InvalidInput, Unsupported
+from nvfp4.kernels.weights.codec import dequantize
+from nvfp4.testing.checkpoints import as_compressed_tensors, dense, modelopt
+
+HIDDEN, INTER, EXPERTS = 64, 32, 3
+FAMILIES = {
+    "model.layers.0.mlp.experts": ("gate_proj", "up_proj", "down_proj"),
+    "model.layers.0.block_sparse_moe.experts": ("w1", "w3", "w2"),
+    "layers.0.ffn.experts": ("w1", "w3", "w2"),
+}
+MLP = "model.layers.0.mlp.experts"
+
+
+def separate(name=MLP, roles=("gate_proj", "up_proj", "down_proj"), experts=EXPERTS, inter=INTER, **options):
+    tensors = {}
+    for expert in range(experts):
+        for i, role in enumerate(roles):
+            n, k = (HIDDEN, inter) if i == len(roles) - 1 else (inter, HIDDEN)
+            tensors |= modelopt(f"{name}.{expert}.{role}", n, k, 10 * expert + i, **options)
+    return tensors
+
+
+def rows(weight, scale, factors):
+    """[E, N, K] float64 of a stack whose rows share out the factors."""
+    each = weight.shape[1] // factors.shape[1]
+    return torch.stack(
+        [
+            torch.cat(
+                [
+                    dequantize(w[i * each : (i + 1) * each], s[i * each : (i + 1) * each], f[i : i + 1], torch.float64)
+                    for i in range(len(f))
+                ]
+            )
+            for w, s, f in zip(weight, scale, factors, strict=True)
+        ]
+    )
+
+
+def first(got):
+    return rows(got.w13, got.w13_scale, got.w13_scale_2)
+
+
+def second(got):
+    return rows(got.w2, got.w2_scale, got.w2_scale_2)
+
+
+def expected(tensors, roles, name=MLP, experts=range(EXPERTS)):
+    return torch.stack([torch.cat([dense(tensors, f"{name}.{e}.{role}") for role in roles]) for e in experts])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("ct", [False, True])
+def test_every_family_is_gate_then_up(write, name, ct):
+    gate, up, down = FAMILIES[name]
+    tensors = separate(name, (gate, up, down), factor=2.0**-8)
+    got = load_experts(open_checkpoint(write(as_compressed_tensors(tensors) if ct else tensors)), name)
+    assert got.gated and got.experts == range(EXPERTS)
+    assert got.w13.shape == (EXPERTS, 2 * INTER, HIDDEN // 2) and got.w2.shape == (EXPERTS, HIDDEN, INTER // 2)
+    assert torch.equal(first(got), expected(tensors, (gate, up), name))
+    assert torch.equal(second(got), expected(tensors, (down,), name))
+
+
+@pytest.mark.parametrize("ratio", [1.0, 1.25, 10.0, 0.1, 4.83e-05 / 3.85e-05])
+def test_gate_and_up_keep_their_global_scales(write, ratio):
+    tensors = separate()
+    for expert in range(EXPERTS):
+        tensors[f"{MLP}.{expert}.gate_proj.weight_scale_2"] = torch.tensor(3.85e-05)
+        tensors[f"{MLP}.{expert}.up_proj.weight_scale_2"] = torch.tensor(3.85e-05 * ratio)
+    got = load_experts(open_checkpoint(write(tensors)), MLP)
+    assert torch.equal(got.w13_scale_2, torch.tensor([[3.85e-05, 3.85e-05 * ratio]] * EXPERTS))
+    assert torch.equal(first(got), expected(tensors, ("gate_proj", "up_proj")))
+
+
+def test_without_a_gate_there_is_up_alone(write):
+    name = "backbone.layers.1.mixer.experts"
+    tensors = separate(name, ("up_proj", "down_proj"), inter=48)
+    got = load_experts(open_checkpoint(write(tensors)), name)
+    assert not got.gated and got.w13.shape == (EXPERTS, 48, HIDDEN // 2) and got.w13_scale_2.shape == (EXPERTS, 1)
+    assert torch.equal(first(got), expected(tensors, ("up_proj",), name))
+    assert torch.equal(second(got), expected(tensors, ("down_proj",), name))
+
+
+def test_one_rank_has_its_range_of_experts(write):
+    tensors = separate(experts=5)
+    checkpoint = open_checkpoint(write(tensors, files=3))
+    ranges = [expert_range(5, rank, 2) for rank in range(2)]
+    assert ranges == [range(3), range(3, 5)]
+    got = [load_experts(checkpoint, MLP, experts=part) for part in ranges]
+    assert torch.equal(torch.cat([second(part) for part in got]), expected(tensors, ("down_proj",), experts=range(5)))
+    with pytest.raises(InvalidInput, match=r"wrong experts; got range\(4, 6\); expected a part of range\(5\)"):
+        load_experts(checkpoint, MLP, experts=range(4, 6))
+
+
+def test_the_inner_size_is_divided_with_gate_and_up_apart(write):
+    tensors = separate(inter=80)
+    checkpoint = open_checkpoint(write(tensors))
+    with pytest.raises(InvalidInput, match=r"inner size of model\.layers\.0\.mlp\.experts cannot be divided over 2"):
+        load_experts(checkpoint, MLP, shard=Shard(rank=0, size=2, how="row"))
+    parts = [load_experts(checkpoint, MLP, shard=Shard(rank=r, size=2, how="row", uneven=True)) for r in range(2)]
+    assert [part.w2.shape[2] * 2 for part in parts] == [48, 32]
+    both = expected(tensors, ("gate_proj", "up_proj"))
+    assert torch.equal(torch.cat([first(part)[:, : part.w13.shape[1] // 2] for part in parts], 1), both[:, :80])
+    assert torch.equal(torch.cat([first(part)[:, part.w13.shape[1] // 2 :] for part in parts], 1), both[:, 80:])
+    assert torch.equal(torch.cat([second(part) for part in parts], 2), expected(tensors, ("down_proj",)))
+
+
+def stacked(tensors, *, interleaved=False, transposed=True, bias=False):
+    """The same experts as 3-D tensors, exported as Llama-4 and gpt-oss are."""
+
+    def turned(tensor):
+        return tensor.view(torch.uint8).transpose(1, 2).contiguous().view(tensor.dtype) if transposed else tensor
+
+    def joined(leaf):
+        gate, up = (
+            torch.stack([tensors[f"{MLP}.{e}.{role}.{leaf}"].view(torch.uint8) for e in range(EXPERTS)])
+            for role in ("gate_proj", "up_proj")
+        )
+        rows = torch.stack((gate, up), 2).flatten(1, 2) if interleaved else torch.cat((gate, up), 1)
+        return turned(rows.view(tensors[f"{MLP}.0.gate_proj.{leaf}"].dtype))
+
+    def down(leaf):
+        parts = [tensors[f"{MLP}.{e}.down_proj.{leaf}"] for e in range(EXPERTS)]
+        return turned(torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype))
+
+    found = {
+        f"{MLP}.gate_up_proj": joined("weight"),
+        f"{MLP}.gate_up_proj_weight_scale": joined("weight_scale"),
+        f"{MLP}.gate_up_proj_weight_scale_2": torch.tensor(2.0**-8),
+        f"{MLP}.gate_up_proj_input_scale": torch.tensor(float("nan")),
+        f"{MLP}.down_proj": down("weight"),
+        f"{MLP}.down_proj_weight_scale": down("weight_scale"),
+        f"{MLP}.down_proj_weight_scale_2": torch.full((EXPERTS, 1, 1), 2.0**-8),
+    }
+    if bias:
+        found[f"{MLP}.gate_up_proj_bias"] = torch.arange(EXPERTS * 2 * INTER).float().reshape(EXPERTS, 2 * INTER)
+        found[f"{MLP}.down_proj_bias"] = torch.arange(EXPERTS * HIDDEN).float().reshape(EXPERTS, HIDDEN)
+    return found
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_3d_experts_are_the_same_experts(write, interleaved, transposed):
+    tensors = separate(factor=2.0**-8)
+    files = stacked(tensors, interleaved=interleaved, transposed=transposed, bias=True)
+    model_type = "gpt_oss" if interleaved else "llama4"
+    checkpoint = open_checkpoint(write(files, config={"model_type": model_type}))
+    got = load_experts(checkpoint, MLP)
+    assert got.gated and torch.equal(first(got), expected(tensors, ("gate_proj", "up_proj")))
+    assert torch.equal(second(got), expected(tensors, ("down_proj",)))
+    bias = files[f"{MLP}.gate_up_proj_bias"]
+    halves = torch.cat((bias[:, 0::2], bias[:, 1::2]), 1) if interleaved else bias
+    assert torch.equal(got.w13_bias, halves) and torch.equal(got.w2_bias, files[f"{MLP}.down_proj_bias"])
+    other = load_experts(checkpoint, MLP, gate_up="halves" if interleaved else "interleaved")
+    assert not torch.equal(first(other), first(got))
+    one = load_experts(checkpoint, MLP, experts=range(1, 2), shard=Shard(rank=1, size=2, how="row"))
+    assert torch.equal(second(one), second(got)[1:2, :, INTER // 2 :])
+    half = slice(INTER // 2, INTER)
+    assert torch.equal(first(one)[:, : INTER // 2], first(got)[1:2, half])
+    assert one.w2_bias is None  # the sum over ranks must have it once
+
+
+@pytest.mark.parametrize(
+    ("leaf", "tensor", "words"),
+    [
+        ("gate_up_proj_weight_scale", None, r"missing .*experts\.gate_up_proj_weight_scale"),
+        ("down_proj", None, r"missing .*experts\.down_proj$"),
+        (
+            "gate_up_proj_weight_scale",
+            torch.zeros(EXPERTS, 4, 8).to(torch.float8_e4m3fn),
+            r"expected F8_E4M3 \(3, 4, 64",
+        ),
+        ("gate_up_proj", torch.zeros(EXPERTS, 32, 64).bfloat16(), r"wrong .*gate_up_proj; got BF16"),
+        ("down_proj_weight_scale_2", torch.zeros(2), r"wrong .*down_proj_weight_scale_2; got F32 \(2,\)"),
+        ("down_proj_bias", torch.zeros(7), r"wrong .*down_proj_bias; got F32 \(7,\)"),
+    ],
+)
+def test_3d_experts_that_do_not_fit_are_named(write, leaf, tensor, words):
+    files = stacked(separate())
+    if tensor is None:
+        del files[f"{MLP}.{leaf}"]
+    else:
+        files[f"{MLP}.{leaf}"] = tensor
+    with pytest.raises(InvalidInput, match=words):
+        load_experts(open_checkpoint(write(files)), MLP)
+
+
+def test_an_input_vector_is_that_of_all_experts(write):
+    tensors = separate(bias=True)
+    vector = torch.rand(HIDDEN).bfloat16() + 0.5
+    for expert in range(EXPERTS):
+        for role in ("gate_proj", "up_proj"):
+            tensors[f"{MLP}.{expert}.{role}.pre_quant_scale"] = vector.reshape(1, -1)
+        tensors[f"{MLP}.{expert}.down_proj.pre_quant_scale"] = torch.full((INTER,), 1.0 + expert).bfloat16()
+    got = load_experts(open_checkpoint(write(tensors, files=4)), MLP)  # the pair may be in another file than the weight
+    assert torch.equal(got.pre_quant_scale, vector)
+    assert torch.equal(got.w2_pre_quant_scale, torch.tensor([[1.0], [2.0], [3.0]]).bfloat16().expand(3, INTER))
+    biases = [torch.cat([tensors[f"{MLP}.{e}.{r}.bias"] for r in ("gate_proj", "up_proj")]) for e in range(EXPERTS)]
+    assert torch.equal(got.w13_bias, torch.stack(biases))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"1.up_proj": None}, r"none for .*experts\.1\.up_proj"),
+        ({"2.gate_proj": None, "2.up_proj": None}, r"incomplete; got one for .*0\.gate_proj, none for .*2\.gate_proj"),
+        ({"1.up_proj": 1.001}, r"differs; got other values in .*experts\.1\.up_proj"),
+        ({f"{e}.up_proj": 2.0 for e in range(EXPERTS)}, r"differs; got other values in .*0\.up_proj"),
+        ({"1.up_proj": float("nan")}, r"experts\.1\.up_proj\.pre_quant_scale is wrong; got nan"),
+        ({"1.down_proj": 1.0}, r"incomplete; got none for .*0\.down_proj"),
+    ],
+)
+def test_input_vectors_that_are_not_one_are_refused(write, changes, words):
+    tensors = separate()
+    for expert in range(EXPERTS):
+        for role in ("gate_proj", "up_proj"):
+            tensors[f"{MLP}.{expert}.{role}.pre_quant_scale"] = torch.ones(HIDDEN)
+    for part, value in changes.items():
+        name = f"{MLP}.{part}.pre_quant_scale"
+        if value is None:
+            del tensors[name]
+        else:
+            tensors[name] = torch.full((INTER if "down" in part else HIDDEN,), value)
+    with pytest.raises(InvalidInput, match=words):
+        load_experts(open_checkpoint(write(tensors)), MLP)
+
+
+def test_only_local_experts_must_have_it(write):
+    tensors = separate()
+    for role in ("gate_proj", "up_proj"):
+        tensors[f"{MLP}.0.{role}.pre_quant_scale"] = torch.full((HIDDEN,), 2.0)
+    checkpoint = open_checkpoint(write(tensors))
+    assert torch.equal(load_experts(checkpoint, MLP, experts=range(1)).pre_quant_scale, torch.full((HIDDEN,), 2.0))
+    assert load_experts(checkpoint, MLP, experts=range(1, 3)).pre_quant_scale is None
+
+
+def test_an_input_vector_without_a_gate_is_refused(write):
+    tensors = separate(roles=("up_proj", "down_proj"))
+    for expert in range(EXPERTS):
+        tensors[f"{MLP}.{expert}.up_proj.pre_quant_scale"] = torch.ones(HIDDEN)
+    with pytest.raises(InvalidInput, match="pre_quant_scale without a gate"):
+        load_experts(open_checkpoint(write(tensors)), MLP)
+
+
+@pytest.mark.parametrize(
+    ("gone", "words"),
+    [
+        ("1.up_proj.weight_scale", r"missing .*experts\.1\.up_proj\.weight_scale"),
+        ("1.", r"experts\.1 is incomplete; got nothing of it"),
+        ("1.up_proj.", r"experts\.1 is incomplete; got no up"),
+        ("0.down_proj.", r"experts\.0 is incomplete; got no down"),
+    ],
+)
+def test_what_is_missing_is_named(write, gone, words):
+    tensors = {name: tensor for name, tensor in separate().items() if not name.startswith(f"{MLP}.{gone}")}
+    checkpoint = open_checkpoint(write(tensors))
+    with pytest.raises(InvalidInput, match=words):
+        load_experts(checkpoint, MLP)
+    assert load_experts(checkpoint, MLP, experts=range(2, 3)).w2.shape[0] == 1  # a rank without it loads
+
+
+def test_the_last_expert_is_missed_too(write):
+    with pytest.raises(InvalidInput, match=r"experts\.3 is incomplete; got nothing of it"):
+        load_experts(open_checkpoint(write(separate(), config={"num_experts": 4})), MLP)
+
+
+def test_experts_of_different_sizes_are_named(write):
+    tensors = separate() | modelopt(f"{MLP}.2.up_proj", 48, HIDDEN)
+    with pytest.raises(InvalidInput, match=r"2\.up_proj has another size.*got \(48, 64\); expected \(32, 64\)"):
+        load_experts(open_checkpoint(write(tensors)), MLP)
+
+
+def test_nan_scales_are_named_with_their_expert(write):
+    tensors = separate()
+    tensors[f"{MLP}.1.up_proj.weight_scale"].view(torch.uint8)[4, 2] = 0x7F
+    checkpoint = open_checkpoint(write(tensors))
+    with pytest.raises(InvalidInput, match=r"experts\.1\.up_proj\.weight_scale holds 1 NaN; got byte 0x7F at \[4, 2\]"):
+        load_experts(checkpoint, MLP)
+    assert float(load_experts(checkpoint, MLP, repair_nan=True).w13_scale[1, INTER + 4, 2]) == 448
+
+
+def test_missing_and_foreign_layers_are_named(write):
+    tensors = separate()
+    other = "model.layers.1.mlp.experts.0.up_proj"
+    tensors |= {f"{other}.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn), f"{other}.weight_scale": torch.ones(())}
+    checkpoint = open_checkpoint(write(tensors))
+    with pytest.raises(Unsupported, match=r"layers\.1\.mlp\.experts\.0\.up_proj is quantised as FP8"):
+        load_experts(checkpoint, "model.layers.1.mlp.experts")
+    with pytest.raises(InvalidInput, match=r"no NVFP4 experts model\.layers\.2\.mlp\.experts.*layers\.0\.mlp\.experts"):
+        load_experts(checkpoint, "model.layers.2.mlp.experts")
+    assert not checkpoint.linears  # experts are no dense layers
+
+
+def test_stacks_own_their_memory(write):
+    got = load_experts(open_checkpoint(write(separate())), MLP)
+    for tensor in (got.w13, got.w13_scale, got.w2, got.w2_scale, got.w13_scale_2, got.w2_scale_2):
+        assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
