@@ -34,9 +34,7 @@ class Consumer:
             tiled_mma.partition_shape_A((64 * shape.own_blocks, shape.block_k)), element(shape)
         )
         self.registers = cute.recast_tensor(self.fragment, Int32)  # [(0, row half, k half), block, step]
-        self.acc = cute.make_rmem_tensor(
-            tiled_mma.partition_shape_C((64 * shape.own_blocks, shape.tokens)), Float32
-        )
+        self.acc = cute.make_rmem_tensor(tiled_mma.partition_shape_C((64 * shape.own_blocks, shape.tokens)), Float32)
         stage_words = shape.row_blocks * shape.k_blocks * BLOCK_WORDS
         block_strides = (BLOCK_WORDS, BLOCK_WORDS * shape.k_blocks, stage_words)
         counts = (shape.k_blocks, shape.own_blocks, shape.stages)

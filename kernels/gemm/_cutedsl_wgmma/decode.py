@@ -1,9 +1,9 @@
 """Eight 4-bit codes and their scales to four registers of a wgmma fragment, in 15 or 16 instructions.
 
 A word holds the codes so that a few shifts and masks make 16-bit floats of them: code * 2^-126 in bfloat16 or
-code * 2^-14 in float16, both exact (0.5 is a subnormal bfloat16, which the multiplication honours). A scale code becomes
-scale * 2^119 or scale * 2^7 by one shift and one or two masks. Their product is code * scale * 2^-7, exact in either
-type: six significant bits, and exponents that both have. The factor 2^7 joins the global scale on the way out.
+code * 2^-14 in float16, both exact (0.5 is a subnormal bfloat16, which the multiplication honours). A scale code
+becomes scale * 2^119 or scale * 2^7 by one shift and one or two masks. Their product is code * scale * 2^-7, exact in
+either type: six significant bits, and exponents that both have. The factor 2^7 joins the global scale on the way out.
 """
 
 import cutlass
@@ -61,7 +61,5 @@ def decode(
         + "mov.b32 {l, h}, p; mov.b32 pl, {l, l}; mov.b32 ph, {h, h};"
         + f"mul.rn.{kind} $0, e0, pl; mul.rn.{kind} $1, e1, ph; mul.rn.{kind} $2, e2, pl; mul.rn.{kind} $3, e3, ph;}}"
     )
-    found = asm(
-        several("i32", 4), [Int32(word), Int32(scales)], text, "=r,=r,=r,=r,r,r", effects=False, loc=loc, ip=ip
-    )
+    found = asm(several("i32", 4), [Int32(word), Int32(scales)], text, "=r,=r,=r,=r,r,r", effects=False, loc=loc, ip=ip)
     return unpack(found, Int32, 4, loc, ip)

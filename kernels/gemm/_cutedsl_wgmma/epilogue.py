@@ -140,12 +140,12 @@ class Epilogue:
         """Scale, add bias, round, turn around through shared memory and store rows of out."""
         c = self.shape
         count = c.tokens // c.chunk_tokens
+        if const_expr(c.own_blocks * count % 2 == 1):
+            self.barrier()  # the tile before ended with the buffer that this one begins with: it has been read
         for i in cutlass.range_constexpr(c.own_blocks):
             n = self.block_row(row, i) + self.piece * 8
             for chunk in cutlass.range_constexpr(count):
                 buffer = (i * count + chunk) % c.chunks * c.chunk_bytes
-                if const_expr(c.chunks == 1):
-                    self.barrier()  # the tile before has been read
                 for h in cutlass.range_constexpr(c.chunk_tokens // 16):
                     at = i * (c.tokens // 2) + (chunk * c.chunk_tokens + h * 16) // 2
                     words = []

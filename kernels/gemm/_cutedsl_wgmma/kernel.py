@@ -35,9 +35,7 @@ class Gemm:
             operation: Any = cpasync.CopyBulkTensorTileG2SMulticastOp()
         else:
             operation = cpasync.CopyBulkTensorTileG2SOp()
-        x_copy, x_tensor = cpasync.make_tiled_tma_atom(
-            operation, tensor, stage, (c.tokens, c.block_k), c.multicast
-        )
+        x_copy, x_tensor = cpasync.make_tiled_tma_atom(operation, tensor, stage, (c.tokens, c.block_k), c.multicast)
         nothing, zero = Int64(0), Int32(0)
         self.kernel(
             x_copy, x_tensor, nothing, nothing, nothing, nothing, nothing, nothing, zero, zero, zero, zero, zero, zero
@@ -112,7 +110,5 @@ class Gemm:
                 (64, c.tokens),
                 warpgroup.OperandSource.RMEM,
             )
-            epilogue = Epilogue(
-                c, ring, work, warp, out, global_scale, scale_stride, bias, bias_kind, partials, flags
-            )
+            epilogue = Epilogue(c, ring, work, warp, out, global_scale, scale_stride, bias, bias_kind, partials, flags)
             Consumer(c, ring, work, warp, tiled_mma, epilogue).run()

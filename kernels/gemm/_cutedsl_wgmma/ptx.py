@@ -50,8 +50,17 @@ def unpack(value: Any, kind: Any, count: int, loc: Any, ip: Any) -> tuple[Any, .
 @dsl_user_op
 def bulk_load(smem: Int32, source: Int64, size: cutlass.Constexpr[int], bar: Int32, *, loc=None, ip=None):
     """Copy `size` bytes, a multiple of 16, to shared memory, and count them at a barrier."""
-    text = f"cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [$0], [$1], {size}, [$2], $3;"
-    asm(None, [Int32(smem), Int64(source), Int32(bar), Int64(EVICT_FIRST)], text, "r,l,r,l", effects=True, loc=loc, ip=ip)
+    copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
+    text = f"{copy} [$0], [$1], {size}, [$2], $3;"
+    asm(
+        None,
+        [Int32(smem), Int64(source), Int32(bar), Int64(EVICT_FIRST)],
+        text,
+        "r,l,r,l",
+        effects=True,
+        loc=loc,
+        ip=ip,
+    )
 
 
 @dsl_user_op

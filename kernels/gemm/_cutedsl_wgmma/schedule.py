@@ -70,9 +70,9 @@ def first_peer(tile: Int, waves: Int, groups: Int, k_tiles: Int, rest: Int) -> I
 
 
 def raster(tile: Int, row_tiles: Int, tokens_tiles: Int, together: Int, lowest: Pick = min) -> tuple[Int, Int]:
-    """(row tile, token tile) of a tile: `together` token tiles advance in step, so that weights are read by all at once.
+    """(row tile, token tile) of a tile. Inside a band of `together` token tiles the token tile changes fastest.
 
-    Inside such a band the token tile changes fastest.
+    So a row tile's weights are read by all its token tiles at about the same time.
     """
     band = tile // (together * row_tiles)
     inside = tile - band * together * row_tiles
