@@ -50,6 +50,10 @@ class CompressedTensorsRules:
     source: str
 
     def __post_init__(self) -> None:
+        for field in ("transform_config", "sparsity_config"):  # layers would compute something else without them
+            value = getattr(self.config, field)
+            if value and value.get("format") != "dense":
+                raise Unsupported(message(f"{self.source}: unsupported {field}", got=value, expected="none"))
         kinds = {name: kind for name, _, kind in self._groups}
         if NVFP4 not in kinds.values():
             got = ", ".join(f"{name}: {kind or 'no weights'}" for name, kind in kinds.items()) or "no config_groups"

@@ -62,6 +62,8 @@ class CtConfig(msgspec.Struct, frozen=True, kw_only=True):
     config_groups: dict[str, CtGroup | tuple[str, ...]]
     format: str | None = None
     ignore: tuple[str, ...] | None = None
+    transform_config: dict[str, Any] | None = None
+    sparsity_config: dict[str, Any] | None = None
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):

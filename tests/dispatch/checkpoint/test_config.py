@@ -266,3 +266,10 @@ def test_nvfp4_weights_in_another_format_are_named(read):
 def test_a_preset_is_its_name_with_targets(read):
     config = read(inner=ct() | {"config_groups": {"NVFP4A16": ["Linear"]}})
     assert config.answer("model.layers.0.mlp.up_proj").quantized
+
+
+@pytest.mark.parametrize("field", ["transform_config", "sparsity_config"])
+def test_what_would_change_the_results_is_refused(read, field):
+    assert read(inner=ct(**{field: {}})).answer("model.layers.0.mlp.up_proj").quantized
+    with pytest.raises(Unsupported, match=rf"unsupported {field}; got .*hadamard"):
+        read(inner=ct(**{field: {"config_groups": {"u": {"type": "hadamard"}}}}))
