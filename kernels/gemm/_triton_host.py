@@ -1,4 +1,4 @@
-"""Host side that `triton_fused` and `triton_gemv` share: what to compile, and how a call is laid out."""
+"""Host side that the Triton split-K kernels share: what to compile, and how a call is laid out."""
 
 from __future__ import annotations
 
@@ -76,12 +76,14 @@ def valid_split(device: Device, problem: Problem, m: int, config: SplitKConfig, 
 class SplitKLaunch(ABC):
     """Launches one split-K kernel over [tiles, splits] with a workspace of its own per call.
 
-    Subclasses say how x reaches the kernel, and which integer it takes besides INTEGERS.
+    Subclasses say how x reaches the kernel, and which integer it takes besides INTEGERS. A kernel whose weight is one
+    blob (BLOB) gets it for its scales too.
     """
 
     POINTERS = ("x", "weight", "scale", "global_scale", "bias", "float_bias", "out", "partial", "counter")
     INTEGERS = ("M", "N", "K", "scale_stride", "bias_kind")
     EXTRA = ""
+    BLOB = False
 
     def __init__(
         self,
@@ -106,13 +108,7 @@ class SplitKLaunch(ABC):
                 **{f"{name}_ptr": t for name, t in zip(self.POINTERS, types, strict=True)},
                 **dict.fromkeys((*self.INTEGERS, self.EXTRA), "i32"),
             },
-            constants={
-                "K_ALIGN": k_align(problem.k),
-                "BM": config.block_m,
-                "BN": config.block_n,
-                "STAGES": stages,
-                **constants,
-            },
+            constants={"BM": config.block_m, "BN": config.block_n, "STAGES": stages, **constants},
             divisible=("K",),
             num_warps=warps,
             num_stages=stages,
@@ -135,7 +131,7 @@ class SplitKLaunch(ABC):
         out: Tensor,
     ) -> None:
         """The launcher: see `kernels.kernel.Launcher`."""
-        assert weight_scale is not None, "the checkpoint layout has separate scales"
+        assert (weight_scale is None) == self.BLOB, "the checkpoint layout has separate scales, a blob contains them"
         config = self.config
         m, n = out.shape
         x, extra = self.prepare(x, pre_quant_scale)
@@ -150,7 +146,7 @@ class SplitKLaunch(ABC):
             (tiles, config.split, 1),
             x,
             weight,
-            weight_scale,
+            weight if weight_scale is None else weight_scale,
             global_scale,
             bias if bias is not None and bias_kind == 1 else out,
             bias if bias is not None and bias_kind == 2 else global_scale,

@@ -139,6 +139,7 @@ class _Launch(SplitKLaunch):
             stages=config.stages,
             max_registers=config.max_registers,
             after_pdl=pdl,
+            K_ALIGN=k_align(problem.k),
             WORDS=WORDS,
             PDL=pdl,
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..kernel import Config, Kernel, Launcher, Space
 from ..problem import Device, Problem, Verdict
-from ._triton_host import SplitKLaunch, scaled_x, supports_triton, valid_split
+from ._triton_host import SplitKLaunch, k_align, scaled_x, supports_triton, valid_split
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,7 +84,16 @@ class TritonGemv(Kernel):
         """Compile for the device, for this K's alignment and x's dtype; N, K, M and the split stay run-time values."""
         from ._triton_gemv_device import gemv
 
-        return _Launch(gemv, device, problem, config, warps=config.warps, stages=config.stages, WORDS=WORDS)
+        return _Launch(
+            gemv,
+            device,
+            problem,
+            config,
+            warps=config.warps,
+            stages=config.stages,
+            K_ALIGN=k_align(problem.k),
+            WORDS=WORDS,
+        )
 
     def source_files(self) -> tuple[Path, ...]:
         """Device code, its shared functions, and this file: its constants are compiled in."""

@@ -1,5 +1,7 @@
 """`two_pass`: dequantise into scratch, then cuBLAS; for prefill, where the dequantisation is a small part.
 
+`two_pass_fragment` does the same from a fragment layout; what the two share is here.
+
 Pass one writes code * block scale, exact in 16 bits. Pass two is cuBLAS with the global scale as alpha in device memory
 (`kernels.cublas`), so the float32 accumulator is scaled before its only rounding. A bias in x's dtype rides along as
 beta * out. Per-row global scales and float32 biases cannot: those calls take a float32 product and a third, exact pass.
@@ -9,6 +11,7 @@ The rows can be done in chunks whose 16-bit weights stay in L2 between the passe
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +23,8 @@ from ._triton_host import scaled_x, supports_triton
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = ["KERNEL", "TwoPassConfig", "TwoPassLaunch", "chunk_rows", "valid_chunks"]
 
 MIN_M = 32  # below, writing and reading 16-bit weights costs several times what a fused kernel does
 CHUNK_ROWS = 256  # chunks are a multiple of this: cuBLAS tiles stay whole
@@ -48,14 +53,7 @@ class TwoPass(Kernel):
 
     def is_valid(self, device: Device, problem: Problem, config: TwoPassConfig, m: int) -> Verdict:
         """Chunks smaller than the weights, and scratch that leaves most of the memory free."""
-        if m < MIN_M:
-            return Verdict.no(f"made for M of {MIN_M} and more, not {m}")
-        dense = 2 * problem.n * problem.k
-        if config.chunk_mib and dense <= config.chunk_mib << 20:
-            return Verdict.no(f"the 16-bit weights ({dense >> 20} MiB) fit one chunk of {config.chunk_mib} MiB")
-        if not config.chunk_mib and dense > device.memory_bytes // 8:
-            return Verdict.no(f"{dense >> 20} MiB of scratch is more than an eighth of the device's memory")
-        return Verdict(True)
+        return valid_chunks(device, problem, config.chunk_mib, m)
 
     def space(self, device: Device, problem: Problem) -> Space[TwoPassConfig]:
         """Chunk sizes around half of an L2, and block shapes."""
@@ -81,6 +79,18 @@ class TwoPass(Kernel):
         )
 
 
+def valid_chunks(device: Device, problem: Problem, chunk_mib: int, m: int) -> Verdict:
+    """Chunks smaller than the weights, scratch that leaves most of the memory free, and an M that is worth it."""
+    if m < MIN_M:
+        return Verdict.no(f"made for M of {MIN_M} and more, not {m}")
+    dense = 2 * problem.n * problem.k
+    if chunk_mib and dense <= chunk_mib << 20:
+        return Verdict.no(f"the 16-bit weights ({dense >> 20} MiB) fit one chunk of {chunk_mib} MiB")
+    if not chunk_mib and dense > device.memory_bytes // 8:
+        return Verdict.no(f"{dense >> 20} MiB of scratch is more than an eighth of the device's memory")
+    return Verdict(True)
+
+
 def chunk_rows(problem: Problem, chunk_mib: int) -> int:
     """Rows per chunk: a multiple of CHUNK_ROWS, at least one, at most all."""
     if not chunk_mib:
@@ -89,21 +99,15 @@ def chunk_rows(problem: Problem, chunk_mib: int) -> int:
     return min(problem.n, max(CHUNK_ROWS, rows))
 
 
-class _Launch:
-    def __init__(self, device: Device, problem: Problem, config: TwoPassConfig) -> None:
-        from ._triton_dequant_device import dequantise, finish
+class TwoPassLaunch(ABC):
+    """Runs pass one over chunks of rows, each followed by pass two; subclasses say what pass one is."""
+
+    def __init__(self, device: Device, problem: Problem, chunk_mib: int) -> None:
+        from ._triton_dequant_device import finish
 
         self.n, self.k = problem.n, problem.k
-        self.rows = chunk_rows(problem, config.chunk_mib)
-        self.block = config.block_words
+        self.rows = chunk_rows(problem, chunk_mib)
         dtype = f"*{TRITON_TYPES[problem.dtype]}"
-        self.dequantise = TritonLaunch(
-            dequantise,
-            device,
-            signature={"weight_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": dtype, "total": "i64"},
-            constants={"BLOCK": config.block_words},
-        )
-
         pointers = {"acc_ptr": "*fp32", "global_scale_ptr": "*fp32", "bias_ptr": dtype}
         pointers |= {"float_bias_ptr": "*fp32", "out_ptr": dtype}
         integers = ("M", "N", "rows_here", "first_row", "scale_stride", "bias_kind")
@@ -113,6 +117,12 @@ class _Launch:
             signature=pointers | dict.fromkeys(integers, "i32"),
             constants={"BM": FINISH_M, "BN": FINISH_N},
         )
+
+    @abstractmethod
+    def dequantise_rows(
+        self, weight: Tensor, weight_scale: Tensor | None, first: int, last: int, dense: Tensor
+    ) -> None:
+        """Write code * block scale of rows [first, last) into dense [last - first, K]; first is a multiple of 64."""
 
     def __call__(
         self,
@@ -125,7 +135,6 @@ class _Launch:
         out: Tensor,
     ) -> None:
         """The launcher: see `kernels.kernel.Launcher`."""
-        assert weight_scale is not None, "the checkpoint layout has separate scales"
         from ..cublas import scaled_mm
 
         x = scaled_x(x, pre_quant_scale)
@@ -134,10 +143,7 @@ class _Launch:
         for first in range(0, self.n, self.rows):
             last = min(self.n, first + self.rows)
             dense = scratch[: last - first]
-            words = dense.numel() // 8
-            self.dequantise.launch(
-                (-(-words // self.block), 1, 1), weight[first:last], weight_scale[first:last], dense, words
-            )
+            self.dequantise_rows(weight, weight_scale, first, last, dense)
             part = out[:, first:last]
             if fits_cublas:
                 if bias is not None:
@@ -167,6 +173,30 @@ class _Launch:
             first,
             0 if global_scale.shape[0] == 1 else 1,
             bias_kind,
+        )
+
+
+class _Launch(TwoPassLaunch):
+    def __init__(self, device: Device, problem: Problem, config: TwoPassConfig) -> None:
+        from ._triton_dequant_device import dequantise
+
+        super().__init__(device, problem, config.chunk_mib)
+        self.block = config.block_words
+        dtype = f"*{TRITON_TYPES[problem.dtype]}"
+        self.dequantise = TritonLaunch(
+            dequantise,
+            device,
+            signature={"weight_ptr": "*u8", "scale_ptr": "*u8", "out_ptr": dtype, "total": "i64"},
+            constants={"BLOCK": config.block_words},
+        )
+
+    def dequantise_rows(
+        self, weight: Tensor, weight_scale: Tensor | None, first: int, last: int, dense: Tensor
+    ) -> None:
+        assert weight_scale is not None, "the checkpoint layout has separate scales"
+        words = dense.numel() // 8
+        self.dequantise.launch(
+            (-(-words // self.block), 1, 1), weight[first:last], weight_scale[first:last], dense, words
         )
 
 

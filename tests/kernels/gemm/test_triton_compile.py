@@ -71,6 +71,64 @@ def test_a_sample_of_the_fused_space_on_hopper(index, tmp_path):
     assert used["smem"] <= smem_bytes(config, WIDE.k)
 
 
+@pytest.mark.parametrize("m", [1, 32, 64, 128])
+@pytest.mark.parametrize("problem", [WIDE, ODD], ids=lambda problem: problem.label)
+@pytest.mark.parametrize("arch", DEVICES)
+def test_fused_fragment_neither_spills_nor_exceeds_its_prediction(arch, problem, m, tmp_path):
+    from nvfp4.kernels.gemm.triton_fused_fragment import KERNEL, smem_bytes
+
+    device = DEVICES[arch]
+    config = KERNEL.default_config(device, problem, m)
+    assert KERNEL.is_valid(device, problem, config, m)
+    used = resources(KERNEL.build(device, problem, config)._launch, tmp_path)
+    assert used["registers"] <= 255
+    assert used["smem"] <= smem_bytes(config, device.capability) <= device.smem_bytes
+    assert used["stack"] <= (0 if device.capability == (9, 0) else 64)
+
+
+@pytest.mark.parametrize(
+    ("arch", "index"), [("sm_90", i) for i in range(0, 66, 13)] + [("sm_80", 20), ("sm_100", 40), ("sm_120", 30)]
+)
+def test_a_sample_of_the_fused_fragment_space(arch, index, tmp_path):
+    from nvfp4.kernels.gemm.triton_fused_fragment import KERNEL, MS, smem_bytes
+
+    device, wide = DEVICES[arch], Problem(n=1024, k=8192)
+    valid = [c for c in KERNEL.space(device, wide) if KERNEL.is_valid(device, wide, c, MS[c.block_m][0])]
+    config = [c for c in valid if c.split == 1][index]
+    used = resources(KERNEL.build(device, wide, config)._launch, tmp_path)
+    assert used["stack"] <= (0 if device.capability == (9, 0) else 128)
+    assert used["smem"] <= smem_bytes(config, device.capability)
+
+
+@pytest.mark.parametrize("block_k", [64, 128, 256])
+def test_hopper_decodes_fragments_where_wgmma_reads_them(block_k, tmp_path):
+    """In the loop nothing goes to shared memory but the copies: words come as 16 bytes, one read for 32 weights."""
+    from nvfp4.kernels.gemm.triton_fused_fragment import KERNEL, TritonFusedFragmentConfig
+
+    config = TritonFusedFragmentConfig(block_m=32, block_n=128, block_k=block_k, split=1, stages=3)
+    text = KERNEL.build(DEVICES["sm_90"], WIDE, config)._launch.compiled.asm["ptx"]
+    first, last = text.index("wgmma.mma_async"), text.rindex("wgmma.mma_async")
+    loop = text[text.rindex("$L__BB", 0, first) : last]  # from the loop's label
+    assert text.count("wgmma.mma_async") == block_k // 16
+    assert "st.shared" not in loop and "stmatrix" not in loop
+    assert loop.count("ld.shared.v4") == block_k // 64
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+@pytest.mark.parametrize(("block_rows", "block_k"), [(16, 128), (16, 256), (64, 128)])
+def test_two_pass_fragment_does_not_spill_and_writes_16_bytes_a_thread(arch, block_rows, block_k, tmp_path):
+    from nvfp4.kernels.gemm.two_pass_fragment import KERNEL, TwoPassFragmentConfig
+
+    config = TwoPassFragmentConfig(chunk_mib=0, block_rows=block_rows, block_k=block_k)
+    launch = KERNEL.build(DEVICES[arch], WIDE, config)
+    assert resources(launch.dequantise, tmp_path)["stack"] == 0
+    ptx = launch.dequantise.compiled.asm["ptx"]
+    threads = 2 * block_rows
+    assert ptx.count("st.global.v4") == block_rows * block_k // (8 * threads)
+    assert ptx.count("st.global") == ptx.count("st.global.v4")
+    assert ptx.count("ld.global.v4") == block_k // 64  # a thread's words of one block are 16 bytes
+
+
 @pytest.mark.parametrize("arch", DEVICES)
 def test_gemv_does_not_spill(arch, tmp_path):
     from nvfp4.kernels.gemm.triton_gemv import KERNEL

@@ -6,10 +6,19 @@ from nvfp4.kernels.problem import Device, Problem
 
 pytest.importorskip("triton")
 
-from nvfp4.kernels.gemm import _triton_host, triton_fused, triton_gemv, two_pass
+from nvfp4.kernels.gemm import (
+    _triton_host,
+    triton_fused,
+    triton_fused_fragment,
+    triton_gemv,
+    two_pass,
+    two_pass_fragment,
+)
+from nvfp4.kernels.weights.fragment import blob_shape
 
 KIB = 1024
-KERNELS = [module.KERNEL for module in (triton_fused, triton_gemv, two_pass)]
+MODULES = (triton_fused, triton_fused_fragment, triton_gemv, two_pass, two_pass_fragment)
+KERNELS = [module.KERNEL for module in MODULES]
 SMEM_BYTES = {  # that a block can opt in to
     (8, 0): 163 * KIB,
     (8, 6): 99 * KIB,
@@ -61,7 +70,16 @@ def shared_bytes(config, k: int) -> int:
         return (config.stages - 1) * triton_gemv.WORDS * 9 * config.block_n
     if isinstance(config, triton_fused.TritonFusedConfig):
         return (config.stages - 1) * triton_fused.WORDS * (9 * config.block_n + 32 * config.block_m)
+    if isinstance(config, triton_fused_fragment.TritonFusedFragmentConfig):
+        return (config.stages - 1) * (2304 * config.block_n // 64 + 128 * config.block_m) * config.block_k // 64
     return 0
+
+
+def meta_weight(kernel, device: Device, problem: Problem):
+    """Weight and scale in the kernel's layout, without values."""
+    n, k = problem.n, problem.k
+    shapes = ((n, k // 2), (n, k // 16)) if kernel.layout(device, problem) == "checkpoint" else (blob_shape(n, k), None)
+    return [None if s is None else torch.empty(s, dtype=torch.uint8, device="meta") for s in shapes]
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
@@ -90,17 +108,18 @@ def test_no_integer_of_a_launch_needs_more_than_32_bits(monkeypatch, kernel, row
         def launch(self, grid, *args):
             launches.append((grid, args))
 
-    for module in (triton_fused, two_pass, _triton_host):
+    for module in (triton_fused, two_pass, two_pass_fragment, _triton_host):
         monkeypatch.setattr(module, "TritonLaunch", Recorder)
     monkeypatch.setattr(two_pass, "interpreting", lambda: True)  # no cuBLAS here
-    n, k, m = 4096, 1024, 64 if kernel.name == "two_pass" else 8
+    n, k, m = 4096, 1024, 64 if kernel.name.startswith("two_pass") else 8
     device, problem = card((9, 0)), Problem(n=n, k=k)
     launcher = kernel.build(device, problem, kernel.default_config(device, problem, m))
     x = torch.empty_strided((m, k), (row_stride, 1), dtype=torch.bfloat16, device="meta")
-    weight, scale, gs = (torch.empty(n, size, dtype=torch.uint8, device="meta") for size in (k // 2, k // 16, 4))
+    weight, scale = meta_weight(kernel, device, problem)
+    gs = torch.empty(n, dtype=torch.float32, device="meta")
     pqs = torch.empty(k, dtype=torch.bfloat16, device="meta") if per_channel else None
     out = torch.empty(m, n, dtype=torch.bfloat16, device="meta")
-    launcher(x, weight, scale, gs.view(-1).view(torch.float32), None, pqs, out)
+    launcher(x, weight, scale, gs, None, pqs, out)
     assert launches
     for grid, args in launches:
         assert grid[0] < 1 << 31 and max(grid[1:]) < 1 << 16
@@ -109,7 +128,8 @@ def test_no_integer_of_a_launch_needs_more_than_32_bits(monkeypatch, kernel, row
         assert all(stride <= 1 << 30 for stride in strides)
 
 
-def test_a_million_tokens_fit_the_grid(monkeypatch):
+@pytest.mark.parametrize("module", [triton_fused, triton_fused_fragment], ids=lambda module: module.KERNEL.name)
+def test_a_million_tokens_fit_the_grid(monkeypatch, module):
     """Only a grid's first axis holds more than 65535 blocks."""
     grids = []
 
@@ -120,13 +140,13 @@ def test_a_million_tokens_fit_the_grid(monkeypatch):
         def launch(self, grid, *args):
             grids.append(grid)
 
-    for module in (triton_fused, _triton_host):
-        monkeypatch.setattr(module, "TritonLaunch", Recorder)
-    device, problem, m = card((9, 0)), Problem(n=4096, k=1024), 1 << 20
-    config = triton_fused.KERNEL.default_config(device, problem, m)
-    assert triton_fused.KERNEL.is_valid(device, problem, config, m)
+    for host in (triton_fused, _triton_host):
+        monkeypatch.setattr(host, "TritonLaunch", Recorder)
+    kernel, device, problem, m = module.KERNEL, card((9, 0)), Problem(n=4096, k=1024), 1 << 20
+    config = kernel.default_config(device, problem, m)
+    assert kernel.is_valid(device, problem, config, m)
     x, out = (torch.empty(m, size, dtype=torch.bfloat16, device="meta") for size in (1024, 4096))
-    weight, scale = (torch.empty(4096, size, dtype=torch.uint8, device="meta") for size in (512, 64))
-    triton_fused.KERNEL.build(device, problem, config)(x, weight, scale, torch.ones(1, device="meta"), None, None, out)
-    assert len(grids) == 2
+    weight, scale = meta_weight(kernel, device, problem)
+    kernel.build(device, problem, config)(x, weight, scale, torch.ones(1, device="meta"), None, None, out)
+    assert len(grids) == (2 if module is triton_fused else 1)  # the fragment kernel reads x as it is
     assert all(grid[0] < 1 << 31 and max(grid[1:]) < 1 << 16 for grid in grids)
