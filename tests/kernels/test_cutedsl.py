@@ -1,5 +1,8 @@
 """Compiling CuTe DSL kernels: what is kept on disk, what decides the machine code, and what a failure says."""
 
+import importlib
+import sys
+
 import pytest
 from nvfp4.errors import BuildError
 from nvfp4.kernels import cutedsl
@@ -36,14 +39,14 @@ def compile_fill(tmp_path, monkeypatch):
     source = tmp_path / "fill_of_test.py"
     source.write_text(KERNEL)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "fill_of_test", raising=False)
     made = []
 
     def make(value):
         from cutlass import Int32
-        from fill_of_test import Fill
 
         made.append(value)
-        return Fill(value), (Int32(1),)
+        return importlib.import_module("fill_of_test").Fill(value), (Int32(1),)
 
     def run(value, arch=(9, 0), text=None):
         if text is not None:
@@ -78,8 +81,6 @@ def test_what_does_not_compile(compile_fill):
 
 
 def test_the_dsl_is_not_there(compile_fill, monkeypatch):
-    import sys
-
     run, _ = compile_fill
     monkeypatch.setitem(sys.modules, "cutlass", None)
     with pytest.raises(BuildError, match="install nvidia-cutlass-dsl"):

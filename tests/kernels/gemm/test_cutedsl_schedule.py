@@ -43,7 +43,7 @@ def test_every_k_tile_is_done_once(launch):
 def test_owners_find_what_others_publish(launch):
     groups, tiles, k_tiles, stream_k = launch
     work = pieces(*launch)
-    publishers: dict[int, list[int]] = {}
+    publishers = {}
     for group, mine in enumerate(work):
         for tile, _, behind in mine:
             if behind < k_tiles:
