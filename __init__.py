@@ -4,6 +4,8 @@ Importing it registers `torch.ops.nvfp4.gemm`, `gemm.out` and `dequantize`; it m
 the compilers, the database or the tuner.
 """
 
+from .dispatch import nn
+from .dispatch.convert import convert_
 from .dispatch.ops import dequantize, gemm
 from .dispatch.pack import pack
 from .dispatch.table import UntunedWarning
@@ -28,8 +30,10 @@ __all__ = [
     "UntunedWarning",
     "Weight",
     "__version__",
+    "convert_",
     "dequantize",
     "gemm",
+    "nn",
     "pack",
     "quantize",
     "warmup",

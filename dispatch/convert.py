@@ -1,0 +1,242 @@
+"""`nvfp4.convert_`: put NVFP4 linear layers into a model, quantised here or read from a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidInput, Unsupported, message
+from .checkpoint import Checkpoint, open_checkpoint
+from .checkpoint.files import listed
+from .checkpoint.modules import IGNORED, LinearInfo
+from .checkpoint.names import aliases, expert_of, split
+from .checks import DTYPE_NAMES
+from .nn import Linear
+
+__all__ = ["convert_"]
+
+# Heads and routers: their results decide more than their bytes cost.
+LEFT_DENSE = ("lm_head", "embed_out", "score", "classifier", "gate", "router", "shared_expert_gate")
+
+Filter = Callable[[nn.Module, str], bool]
+
+
+def convert_(
+    model: nn.Module,
+    filter_fn: Filter | None = None,
+    *,
+    checkpoint: Checkpoint | str | Path | None = None,
+    layout: str | None = None,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """Replace linear layers of a model, in place, by `nvfp4.nn.Linear`.
+
+    Without a checkpoint the weights that are there are quantised. With one, the layers that it holds in NVFP4 are
+    replaced and read, one at a time, and every other parameter and buffer is read too, so that the model may be on the
+    meta device. Activations are never quantised, whatever the checkpoint was made for.
+
+    Parameters
+    ----------
+    model
+        Any model with `torch.nn.Linear` layers; for a checkpoint, one whose modules are called as the tensors are, as
+        in transformers.
+    filter_fn
+        (module, name) -> whether to replace this linear layer. By default all that can be, except (without a
+        checkpoint) heads and routers: lm_head, gate, router and the like. With a checkpoint it only says which NVFP4
+        layers become `nvfp4.nn.Linear`; one that is refused raises, since its dense weight is not there.
+    checkpoint
+        A folder, or what `open_checkpoint` returned.
+    layout
+        Weight layout; None takes what each problem's plan marks.
+    device
+        Where what is on the meta device goes; by default the CPU. What has memory stays where it is.
+
+    Returns
+    -------
+    The model.
+
+    Raises
+    ------
+    InvalidInput
+        A layer cannot be quantised; tensors are missing, left over, misshaped or NaN; the message names them.
+    Unsupported
+        The checkpoint has layers in other formats, or experts as 3-D tensors.
+    """
+    if isinstance(model, nn.Linear):
+        raise InvalidInput(
+            message("convert_ replaces layers inside a model", got="a Linear", do="use nvfp4.nn.Linear.from_linear")
+        )
+    if checkpoint is None:
+        for name, module in _linears(model):
+            if filter_fn(module, name) if filter_fn else _worth_it(module, name):
+                _replace(model, name, Linear.from_linear(module, layout=layout))
+        return model
+    source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
+    _refuse_unreadable(source)
+    used: set[str] = set()
+    for name, module in _linears(model):
+        info = _find(source, name)
+        if info is None:
+            continue
+        if filter_fn is not None and not filter_fn(module, name):
+            raise InvalidInput(message(f"filter_fn refuses {name}", got=f"only an NVFP4 weight in {source.path}"))
+        _check_size(name, module, info)
+        _replace(model, name, _read_linear(source, info, module, layout, device))
+        used.add(info.name)
+    _refuse_unused(source, used)
+    _read_dense(model, source, device)
+    return model
+
+
+def _linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Layers that are exactly a Linear: subclasses may do something else with their weight."""
+    return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+
+
+def _worth_it(module: nn.Linear, name: str) -> bool:
+    return module.in_features % 16 == 0 and split(name)[1] not in LEFT_DENSE
+
+
+def _replace(model: nn.Module, name: str, made: nn.Module) -> None:
+    parent, leaf = split(name)
+    setattr(model.get_submodule(parent), leaf, made)
+
+
+def _find(source: Checkpoint, name: str) -> LinearInfo | None:
+    for spelling in aliases(name):
+        if spelling in source.linears:
+            return source.linear(spelling)
+        expert = expert_of(spelling)
+        if expert is not None and expert[2] in source.experts.get(expert[0], {}).get(expert[1], {}):
+            return source.experts[expert[0]][expert[1]][expert[2]]
+    return None
+
+
+def _check_size(name: str, module: nn.Linear, info: LinearInfo) -> None:
+    if (info.n, info.k) != (module.out_features, module.in_features):
+        raise InvalidInput(
+            message(
+                f"layer {name} has another size than its weight",
+                got=f"{info.n} x {info.k} in the checkpoint",
+                expected=f"{module.out_features} x {module.in_features}",
+            )
+        )
+
+
+def _read_linear(
+    source: Checkpoint, info: LinearInfo, module: nn.Linear, layout: str | None, device: torch.device | str | None
+) -> Linear:
+    dtype = module.weight.dtype if module.weight.dtype in DTYPE_NAMES else torch.bfloat16
+    made = Linear(
+        *(info.k, info.n, "bias" in info.tensors),
+        dialect=info.dialect,
+        layout=layout,
+        device=(device or "cpu") if module.weight.is_meta else module.weight.device,
+        dtype=dtype,
+    )
+    try:
+        made.load_({role: source.files.read(found.name) for role, found in info.tensors.items()})
+    except InvalidInput as error:
+        raise InvalidInput(f"layer {info.name}: {error}") from error
+    made.train(module.training)
+    return made
+
+
+def _refuse_unreadable(source: Checkpoint) -> None:
+    broken = {name: problem for name, problem in source.broken.items() if not source.is_extra(name)}
+    if broken:
+        raise InvalidInput(f"{source.path}: " + " | ".join(list(broken.values())[:3]))
+    foreign = {name: algo for name, algo in source.foreign.items() if not source.is_extra(name)}
+    if foreign:
+        algos = ", ".join(sorted(set(foreign.values())))
+        raise Unsupported(
+            message(f"{source.path} has layers in other formats", got=f"{algos}: {listed(foreign)}", expected="NVFP4")
+        )
+    stacked = [name for name in source.fused_experts if not source.is_extra(name)]
+    if stacked:
+        raise Unsupported(message(f"{source.path} has experts as 3-D tensors", got=listed(stacked), expected="linears"))
+
+
+def _refuse_unused(source: Checkpoint, used: set[str]) -> None:
+    names = {*source.linears} | {
+        info.name for by_number in source.experts.values() for roles in by_number.values() for info in roles.values()
+    }
+    unused = [name for name in names - used if not source.is_extra(name)]
+    if unused:
+        raise InvalidInput(
+            message(
+                "the model has no Linear for some NVFP4 layers of the checkpoint",
+                got=listed(unused),
+                expected="one called as each of them",
+                do="build the model that the checkpoint is of; experts must be Linear modules",
+            )
+        )
+
+
+def _read_dense(model: nn.Module, source: Checkpoint, device: torch.device | str | None) -> None:
+    """Read all parameters and buffers that are not of an `nvfp4.nn.Linear`."""
+    wanted = dict(_tensors(model))
+    stored = {name: name for name in source.dense if split(name)[1] not in IGNORED}
+    done: dict[int, Tensor] = {}  # by identity of the old tensor: tied ones stay tied
+    found: set[str] = set()
+    for name, tensor in wanted.items():
+        there = next((spelling for spelling in _spellings(name) if spelling in stored), None)
+        if there is None:
+            continue
+        found.add(there)
+        if id(tensor) not in done:
+            done[id(tensor)] = _filled(name, tensor, source.files.read(there), device)
+    missing = []
+    persistent = {*model.state_dict()}
+    for name, tensor in wanted.items():
+        if id(tensor) in done:
+            _set(model, name, done[id(tensor)])
+        elif tensor.is_meta or name in persistent:
+            missing.append(name)
+    if missing:
+        raise InvalidInput(
+            message(
+                f"{source.path} lacks tensors of the model",
+                got=f"no {listed(missing)}",
+                do="build the model that the checkpoint is of, and buffers that are computed on a real device",
+            )
+        )
+    extra = [name for name in set(stored) - found if not source.is_extra(split(name)[0])]
+    if extra:
+        raise InvalidInput(message("the model lacks tensors of the checkpoint", got=listed(extra)))
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Linear))
+    for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        if not name.startswith(inside):
+            yield name, tensor
+
+
+def _spellings(name: str) -> Iterator[str]:
+    module, leaf = split(name)
+    for spelling in aliases(module):
+        yield f"{spelling}.{leaf}" if spelling else leaf
+
+
+def _filled(name: str, tensor: Tensor, values: Tensor, device: torch.device | str | None) -> Tensor:
+    if values.shape != tensor.shape:
+        raise InvalidInput(
+            message(f"wrong shape of {name} in the checkpoint", got=tuple(values.shape), expected=tuple(tensor.shape))
+        )
+    if not tensor.is_meta:
+        with torch.no_grad():
+            return tensor.copy_(values)
+    filled = torch.empty(tensor.shape, dtype=tensor.dtype, device=device or "cpu").copy_(values)
+    return nn.Parameter(filled, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else filled
+
+
+def _set(model: nn.Module, name: str, tensor: Tensor) -> None:
+    module, leaf = split(name)
+    owner = model.get_submodule(module)
+    held: Mapping[str, Tensor | None] = owner._parameters if leaf in owner._parameters else owner._buffers
+    if held[leaf] is not tensor:
+        held[leaf] = tensor  # type: ignore[index]

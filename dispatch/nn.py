@@ -1,0 +1,302 @@
+"""`nvfp4.nn.Linear`: a linear layer with an NVFP4 weight, for models made of torch modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import InvalidInput, message
+from ..kernels.weights.codec import GROUP, quantize
+from ..kernels.weights.weight import Weight
+from .checkpoint.modules import CT, IGNORED, MODELOPT
+from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor
+from .checks import DTYPE_NAMES
+from .ops import gemm
+from .pack import pack
+
+__all__ = ["Linear", "weights"]
+
+NAMES = {MODELOPT: ("weight", "weight_scale_2"), CT: ("weight_packed", "weight_global_scale")}
+NAN = 0x7F  # an e4m3 NaN: what no loaded layer holds
+
+
+class Linear(nn.Module):
+    """x [..., in_features] times the transposed NVFP4 weight, plus bias. For inference.
+
+    The state dict has the names and bytes of a checkpoint: `weight` uint8 [N, K/2], `weight_scale` float8_e4m3fn
+    [N, K/16] and `weight_scale_2` float32 of ModelOpt, or `weight_packed`, `weight_scale` and `weight_global_scale` of
+    compressed-tensors; `pre_quant_scale` [K] and `bias` [N] where there are any. What kernels read is derived from
+    them: non-persistent buffers, or the same memory where the layout is the checkpoint's.
+
+    Loading a state dict, moving the module and `refresh_` derive again, into the memory that is already there if the
+    module stays on its device: a captured CUDA graph then runs with the new weight. Casting the module (`half`, `to`)
+    casts bias and pre_quant_scale only.
+
+    Parameters
+    ----------
+    in_features, out_features
+        K, a multiple of 16, and N.
+    bias
+        Whether there is one.
+    pre_quant_scale
+        Whether there is a scale per input channel; loading a state dict that has one adds it.
+    dialect
+        "modelopt" or "compressed-tensors".
+    layout
+        Weight layout of the kernels; None takes what the plan marks.
+    dtype
+        Of x, bias and pre_quant_scale: torch.bfloat16 or torch.float16.
+    """
+
+    quantizes_activations = False  # x stays in 16 bits, whatever the checkpoint was made for
+
+    weight_scale: Tensor
+    pre_quant_scale: Tensor | None
+    bias: nn.Parameter | None
+    _data: Tensor | None  # what kernels read; None until a weight was loaded
+    _scale: Tensor | None
+    _factor: Tensor | None
+    _layout: str
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        pre_quant_scale: bool = False,
+        dialect: str = MODELOPT,
+        layout: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__()
+        if in_features < GROUP or in_features % GROUP or out_features < 1:
+            raise InvalidInput(
+                message(
+                    "wrong size of a Linear",
+                    got=f"in_features={in_features}, out_features={out_features}",
+                    expected=f"in_features a multiple of {GROUP}, out_features at least 1",
+                )
+            )
+        if dialect not in NAMES:
+            raise InvalidInput(message("wrong dialect", got=repr(dialect), expected=" or ".join(map(repr, NAMES))))
+        if dtype not in DTYPE_NAMES:
+            raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+        self.in_features, self.out_features, self.dialect, self.dtype = in_features, out_features, dialect, dtype
+        self._wanted_layout = layout
+        self._weight_name, self._global_name = NAMES[dialect]
+        n, k = out_features, in_features
+        # Until a weight is loaded the scales are NaN, so that nothing of it can be used by mistake.
+        scale = torch.full((n, k // GROUP), NAN, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+        shape = () if dialect == MODELOPT else (1,)
+        self.register_buffer(self._weight_name, torch.zeros((n, k // 2), dtype=torch.uint8, device=device))
+        self.register_buffer("weight_scale", scale)
+        self.register_buffer(self._global_name, torch.full(shape, float("nan"), device=device))
+        vector = torch.ones(k, dtype=dtype, device=device) if pre_quant_scale else None
+        self.register_buffer("pre_quant_scale", vector)
+        values = torch.zeros(n, dtype=dtype, device=device)
+        self.bias = nn.Parameter(values, requires_grad=False) if bias else None
+        self._forget()
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, layout: str | None = None) -> Linear:
+        """Quantise a dense layer (by `nvfp4.quantize`); on the meta device only the shapes are taken.
+
+        Raises
+        ------
+        InvalidInput
+            in_features is no multiple of 16, or the weight is not finite.
+        """
+        weight = linear.weight.detach()
+        dtype = weight.dtype if weight.dtype in DTYPE_NAMES else torch.bfloat16
+        made = cls(
+            *(linear.in_features, linear.out_features, linear.bias is not None),
+            layout=layout,
+            device=weight.device,
+            dtype=dtype,
+        )
+        if not weight.is_meta:
+            packed, scale, global_scale = quantize(weight)
+            made.load_state_dict(
+                {"weight": packed, "weight_scale": scale, "weight_scale_2": global_scale}, strict=False
+            )
+            if made.bias is not None and linear.bias is not None:
+                made.bias.data.copy_(linear.bias.detach())
+        made.train(linear.training)
+        return made
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., in_features] to [..., out_features], in x's dtype."""
+        if self._data is None and not self._stored.is_meta:
+            self.refresh_()
+        if self._data is None:
+            return gemm(x, self._stored, self.weight_scale, self._global.float(), bias=self.bias)
+        return gemm(
+            x,
+            self._data,
+            self._scale,
+            self._factor,
+            bias=self.bias,
+            pre_quant_scale=self.pre_quant_scale,
+            layout=self._layout,
+            out_features=None if self._layout == "checkpoint" else self.out_features,
+        )
+
+    def load_(self, tensors: Mapping[str, Tensor]) -> Linear:
+        """Copy a checkpoint's tensors, by the last part of their names, into this layer.
+
+        Raises
+        ------
+        InvalidInput
+            Some are missing, unknown, misshaped or hold NaN.
+        """
+        missing: list[str] = []
+        unknown: list[str] = []
+        problems: list[str] = []
+        self._load_from_state_dict(tensors, "", {}, True, missing, unknown, problems)
+        problems += [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
+        if problems:
+            raise InvalidInput("; ".join(problems))
+        return self
+
+    def refresh_(self) -> Linear:
+        """Derive what kernels read from the checkpoint's tensors, after these were changed in place.
+
+        The derived tensors keep their addresses. Waits for the device.
+
+        Raises
+        ------
+        InvalidInput
+            The tensors hold no weight: NaN in them, or a global scale that is not positive and finite.
+        """
+        check_scale("weight_scale", self.weight_scale.view(torch.uint8), repair_nan=False)
+        factor = global_factor(self._global_name, self._global, self.dialect)
+        if self.pre_quant_scale is not None:
+            check_pre_quant_scale("pre_quant_scale", self.pre_quant_scale)
+        if self.bias is not None:
+            check_finite("bias", self.bias)
+        layout = self._wanted_layout if self._data is None else self._layout
+        made = pack(self._stored, self.weight_scale, factor, dtype=self.dtype, layout=layout)
+        self._layout = made.layout
+        self._data = _into(self._data, made.data, self._stored)
+        self._scale = None if made.scale is None else _into(self._scale, made.scale, self.weight_scale)
+        self._factor = _into(self._factor, made.global_scale, self._global)
+        return self
+
+    @property
+    def packed(self) -> Weight:
+        """What `nvfp4.gemm` and `nvfp4.warmup` take; in this module's memory."""
+        if self._data is None:
+            self.refresh_()
+        assert self._data is not None and self._factor is not None
+        return Weight(
+            data=self._data,
+            scale=self._scale,
+            global_scale=self._factor,
+            layout=self._layout,
+            out_features=self.out_features,
+            in_features=self.in_features,
+        )
+
+    @property
+    def _stored(self) -> Tensor:
+        stored = self._buffers[self._weight_name]
+        assert stored is not None
+        return stored
+
+    @property
+    def _global(self) -> Tensor:
+        stored = self._buffers[self._global_name]
+        assert stored is not None
+        return stored
+
+    def _forget(self) -> None:
+        """Drop what is derived."""
+        for name in ("_data", "_scale", "_factor"):
+            self.register_buffer(name, None, persistent=False)
+        self._layout = "checkpoint"
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        was_ready = self._data is not None
+        self._forget()
+        scales = {name: self._buffers[name] for name in ("weight_scale", self._global_name)}
+        for name, scale in scales.items():
+            assert scale is not None
+            # Casts are for floating point: seen as integers, scales move and keep their bits.
+            self._buffers[name] = scale.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scale.itemsize])
+        try:
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        finally:
+            for name, scale in scales.items():
+                moved = self._buffers[name]
+                assert scale is not None and moved is not None
+                self._buffers[name] = moved.view(scale.dtype)
+        x_dtype = fn(torch.empty(0, dtype=self.dtype, device=self._stored.device)).dtype
+        self.dtype = x_dtype if x_dtype in DTYPE_NAMES else self.dtype
+        if was_ready and not self._stored.is_meta:
+            try:
+                self.refresh_()
+            except InvalidInput:  # to_empty: what is to be loaded is not there yet
+                self._forget()
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        given = dict(state_dict)
+        scale = given.get(f"{prefix}weight_scale")
+        if scale is not None and scale.dtype == torch.uint8:
+            given[f"{prefix}weight_scale"] = scale.view(torch.float8_e4m3fn)
+        stored = self._global
+        factor = given.get(f"{prefix}{self._global_name}")
+        if factor is not None and factor.numel() == stored.numel():
+            given[f"{prefix}{self._global_name}"] = factor.reshape(stored.shape)
+        elif factor is not None and factor.numel() == self.out_features:
+            self._buffers[self._global_name] = torch.empty_like(factor, device=stored.device)
+        vector = given.get(f"{prefix}pre_quant_scale")
+        if vector is not None:
+            given[f"{prefix}pre_quant_scale"] = vector.reshape(-1)
+            if self.pre_quant_scale is None:
+                self.pre_quant_scale = torch.ones(self.in_features, dtype=self.dtype, device=stored.device)
+        problems = len(error_msgs) + len(missing_keys)
+        super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+        # Scales of activations and of the KV cache are no part of the weight.
+        unexpected_keys[:] = [key for key in unexpected_keys if key.removeprefix(prefix) not in IGNORED]
+        if len(error_msgs) + len(missing_keys) == problems and not self._stored.is_meta:
+            try:
+                self.refresh_()
+            except InvalidInput as error:
+                error_msgs.append(f"{prefix.removesuffix('.')}: {error}" if prefix else str(error))
+
+    def extra_repr(self) -> str:
+        """For print(model)."""
+        layout = self._layout if self._data is not None else "not loaded"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"{self.dialect}, layout={layout}"
+        )
+
+
+def _into(old: Tensor | None, new: Tensor, stored: Tensor) -> Tensor:
+    """`new`, in the memory of `old` where that fits; as it is where it is the stored tensor's own memory."""
+    if old is None or new.data_ptr() == stored.data_ptr():
+        return new
+    if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
+        return new
+    return old.copy_(new)
+
+
+def weights(model: nn.Module) -> list[Weight]:
+    """The weights of all `nvfp4.nn.Linear` in a model, for `nvfp4.warmup`."""
+    return [module.packed for module in model.modules() if isinstance(module, Linear)]
