@@ -8,6 +8,7 @@ import torch
 from nvfp4.kernels import reference, registry
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.problem import Problem
+from nvfp4.kernels.weights.layouts import to_layout
 from nvfp4.testing import assert_gemm_close, conformance
 
 pytestmark = [
@@ -40,6 +41,13 @@ def _cases():
 
 
 CHECKS, BUILDS = _cases()
+
+
+def in_layout_of(kernel, device, problem, weight, scale):
+    """A checkpoint's weight and scale as the kernel takes them: two arguments of its launcher."""
+    one = torch.ones(1, device=weight.device)
+    packed = to_layout(weight, scale, one, layout_id=kernel.layout(device, problem))
+    return packed.data, packed.scale
 
 
 def _build(case):
@@ -84,10 +92,11 @@ def test_offsets_beyond_32_bits():
         if not kernel.supports(device, problem) or not kernel.is_valid(device, problem, config, m):
             continue
         launcher = kernel.build(device, problem, config)
+        packed = in_layout_of(kernel, device, problem, weight, scale)
         out = torch.full((m, n), float("nan"), dtype=torch.float16, device="cuda")
-        launcher(x, weight, scale, global_scale, None, None, out)
+        launcher(x, *packed, global_scale, None, None, out)
         tail = torch.empty((128, n), dtype=torch.float16, device="cuda")
-        launcher(x[-128:], weight, scale, global_scale, None, None, tail)
+        launcher(x[-128:], *packed, global_scale, None, None, tail)
         assert torch.equal(out[-128:], tail), kernel.name
 
 
@@ -110,7 +119,8 @@ def test_weights_beyond_32_bits(m):
             continue
         ran += 1
         out = torch.full((m, n), float("nan"), dtype=torch.bfloat16, device="cuda")
-        kernel.build(device, problem, config)(x, weight, scale, global_scale, None, None, out)
+        packed = in_layout_of(kernel, device, problem, weight, scale)
+        kernel.build(device, problem, config)(x, *packed, global_scale, None, None, out)
         exact = reference.gemm(x, weight[-last:], scale[-last:], global_scale, round_output=False)
         assert_gemm_close(out[:, -last:], exact, k=k, dtype=x.dtype)
         assert not out[:, :-last].any(), kernel.name
@@ -132,7 +142,7 @@ def test_parameters_are_constants(kernel, bias_dtype):
     x, pqs = torch.ones_like(out[:, :1]).repeat(1, k), torch.ones(k, dtype=torch.float16, device="cuda")
     bias = torch.arange(n, dtype=bias_dtype, device="cuda").requires_grad_()
     gs = torch.ones(1, device="cuda").requires_grad_()
-    launcher(x, weight, scale, gs, bias, pqs.requires_grad_(), out)
+    launcher(x, *in_layout_of(kernel, device, problem, weight, scale), gs, bias, pqs.requires_grad_(), out)
     assert not out.requires_grad
     assert torch.equal(out, bias.detach().half().expand(m, n))
 
@@ -151,10 +161,11 @@ def test_more_tokens_than_a_grid_has_in_y(bias_dtype):
         if not kernel.supports(device, problem) or not kernel.is_valid(device, problem, config, m):
             continue
         launcher = kernel.build(device, problem, config)
+        packed = in_layout_of(kernel, device, problem, weight, scale)
         for gs in (torch.ones(1, device="cuda"), torch.ones(n, device="cuda")):
             out = torch.full((m, n), float("nan"), dtype=torch.float16, device="cuda")
-            launcher(x, weight, scale, gs, bias, None, out)
+            launcher(x, *packed, gs, bias, None, out)
             tail = torch.empty((64, n), dtype=torch.float16, device="cuda")
-            launcher(x[-64:], weight, scale, gs, bias, None, tail)
+            launcher(x[-64:], *packed, gs, bias, None, tail)
             torch.testing.assert_close(out[-64:], tail, rtol=2**-9, atol=1e-3)
             assert not out.isnan().any(), kernel.name

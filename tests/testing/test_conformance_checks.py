@@ -4,10 +4,36 @@ import pytest
 import torch
 from nvfp4.kernels.gemm.cpu_blocked import CpuBlocked
 from nvfp4.kernels.problem import Device, Problem
+from nvfp4.kernels.weights.weight import Weight
 from nvfp4.testing import conformance
 
 CPU = Device(kind="cpu", name="test", units=2, l2_bytes=32 << 20)
 SEEDS = range(24)
+
+
+class FromFragments(CpuBlocked):
+    """A right kernel that takes a fragment layout, and nothing else."""
+
+    def layout(self, device, problem):
+        return "fragment1-fp16"
+
+    def build(self, device, problem, config):
+        launcher = super().build(device, problem, config)
+
+        def launch(x, data, scale, gs, bias, pqs, out):
+            assert scale is None and data.shape[-1] == 2304
+            packed = Weight(
+                data=data,
+                scale=None,
+                global_scale=gs,
+                layout="fragment1-fp16",
+                out_features=problem.n,
+                in_features=problem.k,
+            )
+            weight, scale, _ = packed.to_checkpoint()
+            launcher(x, weight, scale.view(torch.uint8), gs, bias, pqs, out)
+
+        return launch
 
 
 class Broken(CpuBlocked):
@@ -30,6 +56,15 @@ def check(kernel, seed, m=5):
     problem = Problem(n=40, k=64)
     config = kernel.default_config(CPU, problem, m)
     conformance.check(kernel, CPU, torch.device("cpu"), problem, config, m, seed=seed)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_kernels_get_weights_in_their_own_layout(seed):
+    check(FromFragments(), seed)
+
+
+def test_exactness_is_checked_in_the_kernel_s_own_layout():
+    conformance.check_exact(FromFragments(), CPU, torch.device("cpu"), "float16", rotations=2)
 
 
 def fails_with_some_seed(kernel, match, m=5):

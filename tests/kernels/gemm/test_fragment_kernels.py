@@ -101,6 +101,15 @@ def test_tiles_that_reach_beyond_the_weight(n, block_n, block_k):
 
 
 @interpreted
+@pytest.mark.parametrize(("block_m", "m"), [(16, 20), (32, 100), (64, 130), (128, 130), (128, 257)])
+def test_every_token_tile(block_m, m):
+    kernel, problem = triton_fused_fragment.KERNEL, Problem(n=72, k=144, dtype="float16")
+    config = triton_fused_fragment.TritonFusedFragmentConfig(block_m=block_m, block_n=64, block_k=64, split=1, stages=2)
+    assert kernel.is_valid(H200, problem, config, m)
+    conformance.check(kernel, H200, CPU, problem, config, m, seed=m, repeat=False)
+
+
+@interpreted
 @pytest.mark.parametrize("row_stride", [96, 104, 99])
 def test_rows_of_x_at_any_stride(row_stride):
     """Multiples of eight elements are read in place, others are not aligned for 16-byte copies."""
