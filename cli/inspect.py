@@ -9,7 +9,7 @@ import rich_click as click
 from ..cache.inspect import Limits, report, summary
 from ..cache.store import Store
 from ..cache.why import why
-from ..errors import InvalidInput, Nvfp4Error, message
+from ..errors import DatabaseError, InvalidInput, Nvfp4Error, message
 from ..kernels import registry
 from ..kernels.device import describe
 from ..kernels.kernel import Kernel
@@ -17,7 +17,18 @@ from ..kernels.problem import DTYPES, Device, Problem
 from ..tuner.worker import Worker
 from ..tuner.workload import parse_shape
 from . import views
-from .options import best_device, database_option, help_style, json_option
+from .checkpoint import open_for_tuning
+from .coverage import Coverage, coverage, show_coverage
+from .options import (
+    best_device,
+    check_tp,
+    checkpoint_option,
+    database_option,
+    fused_option,
+    help_style,
+    json_option,
+    tp_option,
+)
 from .output import console, print_json
 from .words import device_words
 
@@ -27,7 +38,12 @@ __all__ = ["inspect"]
 @click.command()
 @help_style
 @click.argument("shape", required=False, metavar="[SHAPE]")
-@click.option("--dtype", type=click.Choice(DTYPES), default=DTYPES[0], help="Of the activations; default bfloat16.")
+@checkpoint_option(multiple=False)
+@fused_option
+@tp_option
+@click.option(
+    "--dtype", type=click.Choice(DTYPES), help="Of the activations; by default the checkpoint's own, or bfloat16."
+)
 @click.option("--device-name", metavar="TEXT", help="A device of the database, by a part of what is shown of it.")
 @click.option("--why", "why_kernel", metavar="KERNEL", help="What became of this kernel's candidates.")
 @click.option("--config", metavar="JSON", help="With --why: only this candidate.")
@@ -41,7 +57,10 @@ __all__ = ["inspect"]
 @json_option
 def inspect(
     shape: str | None,
-    dtype: str,
+    checkpoint: Path | None,
+    fused: bool,
+    tp: int,
+    dtype: str | None,
     device_name: str | None,
     why_kernel: str | None,
     config: str | None,
@@ -59,16 +78,26 @@ def inspect(
       nvfp4 inspect 4096x14336 --why two_pass
       nvfp4 inspect 4096x14336 --kernels
       nvfp4 inspect --json --device-name H200
+      nvfp4 inspect --checkpoint path/to/model-NVFP4
     """
+    if checkpoint is not None:
+        if shape is not None or why_kernel or config or list_kernels or roofline:
+            raise click.UsageError("--checkpoint goes with neither a SHAPE nor options that need one")
+        check_tp(tp)
+        found = _coverage(checkpoint, db, device_name, tp=tp, dtype=dtype, fused=fused)
+        print_json(found) if as_json else show_coverage(console(), found)
+        return
+    if fused or tp != 1:
+        raise click.UsageError("--fused and --tp are for --checkpoint")
     if shape is None:
         _refuse_without_shape(why_kernel=why_kernel, kernels=list_kernels, roofline=roofline)
     if config is not None and why_kernel is None:
         raise click.UsageError("--config is for --why KERNEL")
-    problem = parse_shape(shape, dtype=dtype) if shape is not None else None
+    problem = parse_shape(shape, dtype=dtype or DTYPES[0]) if shape is not None else None
     known = {kernel.name: kernel for kernel in registry.kernels(problem.op if problem else "gemm")}
     if problem is not None and list_kernels:
-        found = views.verdicts(_device_for_kernels(db, device_name), problem, known.values())
-        print_json(found) if as_json else views.show_verdicts(console(), found)
+        verdicts = views.verdicts(_device_for_kernels(db, device_name), problem, known.values())
+        print_json(verdicts) if as_json else views.show_verdicts(console(), verdicts)
         return
     with Store.open(db, readonly=True) as store:
         if problem is None:
@@ -89,6 +118,21 @@ def inspect(
         limits = _limits(roofline, device) if roofline else None
         one = report(store, device, problem, known, limits=limits)
         print_json(one) if as_json else views.show_report(console(), one)
+
+
+def _coverage(
+    path: Path, db: Path | None, device_name: str | None, *, tp: int, dtype: str | None, fused: bool
+) -> Coverage:
+    checkpoint = open_for_tuning(path)
+    here = describe(best_device())
+    try:
+        with Store.open(db, readonly=True) as store:
+            device = here if device_name is None else _device(store, device_name)
+            return coverage(checkpoint, store, device, tp=tp, dtype=dtype, fused=fused)
+    except DatabaseError as error:
+        if error.reason != "missing" or db is not None or device_name is not None:
+            raise
+    return coverage(checkpoint, None, here, tp=tp, dtype=dtype, fused=fused)
 
 
 def _refuse_without_shape(**options: object) -> None:

@@ -12,15 +12,20 @@ import rich_click as click
 from ..errors import InvalidInput, message
 from ..kernels.problem import DTYPES, Problem
 from ..tuner.workload import parse_shape, problems_of_config, problems_of_model
+from .checkpoint import problems_of_checkpoint
 
 __all__ = [
     "best_device",
+    "check_tp",
+    "checkpoint_option",
     "database_option",
     "device_option",
     "duration",
+    "fused_option",
     "help_style",
     "json_option",
     "problems_of",
+    "tp_option",
     "workload_options",
 ]
 
@@ -58,6 +63,26 @@ database_option = click.option(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 
 
+fused_option = click.option(
+    "--fused", is_flag=True, help="Of checkpoints: q, k and v, or gate and up, as one layer, as serving engines do."
+)
+tp_option = click.option(
+    "--tp", type=int, default=1, metavar="N", help="Tensor parallel size of models, configs and checkpoints."
+)
+
+
+def checkpoint_option(*, multiple: bool) -> Callable[[F], F]:
+    """--checkpoint, once or several times."""
+    return click.option(
+        "--checkpoint",
+        "checkpoints" if multiple else "checkpoint",
+        multiple=multiple,
+        type=click.Path(path_type=Path),
+        metavar="DIR",
+        help="A folder with NVFP4 safetensors files: its dense layers. Only headers are read.",
+    )
+
+
 help_style = click.rich_config(
     {
         "padding_helptext_first_line": (0, 0, 1, 0),
@@ -75,7 +100,7 @@ def best_device() -> str:
 
 
 def workload_options(command: F) -> F:
-    """--model, --config, --shape, --tp and --dtype."""
+    """--model, --config, --checkpoint, --fused, --shape, --tp and --dtype."""
     for option in reversed(
         (
             click.option(
@@ -89,10 +114,12 @@ def workload_options(command: F) -> F:
                 metavar="PATH",
                 help="A Hugging Face config.json, or the folder with it.",
             ),
+            checkpoint_option(multiple=True),
+            fused_option,
             click.option(
                 "--shape", "shapes", multiple=True, metavar="N,K", help="out_features,in_features of one linear layer."
             ),
-            click.option("--tp", type=int, default=1, metavar="N", help="Tensor parallel size of models and configs."),
+            tp_option,
             click.option(
                 "--dtype",
                 type=click.Choice(DTYPES),
@@ -104,8 +131,21 @@ def workload_options(command: F) -> F:
     return command
 
 
+def check_tp(tp: int) -> None:
+    """Raise InvalidInput for what is no number of ranks."""
+    if tp < 1:
+        raise InvalidInput(message("--tp", got=tp, expected="at least 1"))
+
+
 def problems_of(
-    models: Sequence[str], configs: Sequence[Path], shapes: Sequence[str], tp: int, dtype: str | None
+    models: Sequence[str],
+    configs: Sequence[Path],
+    checkpoints: Sequence[Path],
+    shapes: Sequence[str],
+    *,
+    fused: bool,
+    tp: int,
+    dtype: str | None,
 ) -> list[Problem]:
     """All problems that the workload options name, each once, in the order of the options.
 
@@ -114,12 +154,13 @@ def problems_of(
     InvalidInput
         One of them means nothing.
     """
-    if tp < 1:
-        raise InvalidInput(message("--tp", got=tp, expected="at least 1"))
+    check_tp(tp)
     found: list[Problem] = []
     for name in models:
         found += problems_of_model(name, tp=tp, dtype=dtype or DTYPES[0])
     for path in configs:
         found += problems_of_config(path, tp=tp, dtype=dtype)
+    for path in checkpoints:
+        found += problems_of_checkpoint(path, tp=tp, dtype=dtype, fused=fused)
     found += [parse_shape(text, dtype=dtype or DTYPES[0]) for text in shapes]
     return list(dict.fromkeys(found))

@@ -35,6 +35,8 @@ def tune(
     ctx: click.Context,
     models: tuple[str, ...],
     configs: tuple[Path, ...],
+    checkpoints: tuple[Path, ...],
+    fused: bool,
     shapes: tuple[str, ...],
     tp: int,
     dtype: str | None,
@@ -56,6 +58,7 @@ def tune(
     Examples:
       nvfp4 tune --model llama-3.1-8b
       nvfp4 tune --config path/to/model --tp 2 --budget 30m
+      nvfp4 tune --checkpoint path/to/model-NVFP4
       nvfp4 tune --shape 4096,14336 --shape 6144,4096 --m 1,8,64-512
       nvfp4 tune --quick --shape 4096,4096 --json > events.jsonl
 
@@ -66,9 +69,9 @@ def tune(
     if list_models:
         click.echo("\n".join(model_names()))
         return
-    problems = problems_of(models, configs, shapes, tp, dtype)
+    problems = problems_of(models, configs, checkpoints, shapes, fused=fused, tp=tp, dtype=dtype)
     if not problems:
-        raise click.UsageError("name what to tune: --model, --config or --shape")
+        raise click.UsageError("name what to tune: --model, --config, --checkpoint or --shape")
     anchors = QUICK_ANCHORS if quick else ANCHORS
     shown = display(console(stderr=True), as_json=as_json)
     try:

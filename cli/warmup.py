@@ -40,6 +40,8 @@ class Warm(msgspec.Struct, frozen=True, kw_only=True):
 def warmup(
     models: tuple[str, ...],
     configs: tuple[Path, ...],
+    checkpoints: tuple[Path, ...],
+    fused: bool,
     shapes: tuple[str, ...],
     tp: int,
     dtype: str | None,
@@ -55,11 +57,12 @@ def warmup(
     Examples:
       nvfp4 warmup
       nvfp4 warmup --model llama-3.1-8b --device cuda:1
+      nvfp4 warmup --checkpoint path/to/model-NVFP4
     """
     if db is not None:
         os.environ["NVFP4_DB"] = str(db)  # the ops look there
     place = device or best_device()
-    problems = problems_of(models, configs, shapes, tp, dtype) or _planned(place)
+    problems = problems_of(models, configs, checkpoints, shapes, fused=fused, tp=tp, dtype=dtype) or _planned(place)
     done, progress = [], console(stderr=True)
     for problem in problems:
         begun = time.perf_counter()
@@ -84,7 +87,7 @@ def _planned(place: str) -> list[Problem]:
         raise Nvfp4Error(
             message(
                 f"the database {store.path} has no plan for {here.name}",
-                do="run `nvfp4 tune`, or name problems: --model, --config or --shape",
+                do="run `nvfp4 tune`, or name problems: --model, --config, --checkpoint or --shape",
             )
         )
     return found

@@ -11,6 +11,7 @@ import pytest
 import rich_click as click
 import torch
 from nvfp4.cli.app import app
+from nvfp4.testing.checkpoints import modelopt, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -88,6 +89,24 @@ def test_the_readme_example_runs():
     assert y.shape == (16, 3072) and y.dtype == torch.bfloat16
     assert torch.equal(y, names["same"])
     assert float((y.double() - x @ w.t()).norm() / (x @ w.t()).norm()) < 0.15
+
+
+@pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning")
+def test_the_examples_of_checkpoints_run(tmp_path):
+    tensors = {}
+    for part, n in (("q", 64), ("k", 32), ("v", 32)):
+        tensors |= modelopt(f"model.layers.0.self_attn.{part}_proj", n, 64)
+    names = {"folder": write_checkpoint(tmp_path / "m", tensors)}
+    names["model"] = model = torch.nn.Module()
+    for owner, name in (("", "model"), ("model", "layers"), ("model.layers", "0"), ("model.layers.0", "self_attn")):
+        model.get_submodule(owner).add_module(name, torch.nn.Module())
+    for part, n in (("q", 64), ("k", 32), ("v", 32)):
+        linear = torch.nn.Linear(64, n, bias=False, device="meta")
+        model.get_submodule("model.layers.0.self_attn").add_module(f"{part}_proj", linear)
+    for code in blocks("docs/checkpoints.md", "python"):
+        exec(code, names)
+    assert names["packed"].out_features == 64 and names["packed"].in_features == 64
+    assert len(names["nvfp4"].nn.weights(model)) == 3
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

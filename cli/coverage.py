@@ -1,0 +1,189 @@
+"""`nvfp4 inspect --checkpoint`: which layers of a checkpoint have a plan, which fall back, and what they weigh."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+
+import msgspec
+from rich.console import Console
+
+from ..cache.records import Plan
+from ..cache.store import Store
+from ..dispatch.checkpoint import Checkpoint
+from ..dispatch.segments import Segment, decide
+from ..errors import Unsupported
+from ..kernels.problem import Device, Problem
+from ..kernels.weights.layouts import layout as get_layout
+from ..kernels.weights.layouts import layout_ids
+from .checkpoint import dtype_of, layers_of, problem_of
+from .output import Grid
+from .words import device_words, plural, problem_words
+
+__all__ = ["Coverage", "Covered", "coverage", "show_coverage"]
+
+SHOWN_FOREIGN = 3
+
+
+class Covered(msgspec.Struct, frozen=True, kw_only=True):
+    """One problem of a checkpoint on one device."""
+
+    problem: Problem
+    layers: tuple[str, ...]
+    extra: int  # of these, how many belong to multi-token prediction or lie beyond the model's last layer
+    status: str  # "plan", "partly" (some of the plan's entries cannot be used here), "default" (no plan) or "none"
+    layout: str  # that packing would take
+    kernels: str  # which runs at which M
+    reason: str  # of a status other than "plan"
+    layout_bytes: dict[str, int]  # of one layer's weight on one rank, by layout
+
+
+class Coverage(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint's layers against the plans of a database."""
+
+    path: str
+    device: Device
+    database: str
+    tp: int
+    fused: bool
+    problems: tuple[Covered, ...]
+    planned_layers: int
+    layers: int
+    bytes: dict[str, int]  # of all these layers on one rank, by layout: "planned" takes what each plan marks
+    experts: dict[str, int]  # NVFP4 experts by module; no op runs them yet
+    foreign: dict[str, str]  # layers in other formats
+
+
+def coverage(
+    checkpoint: Checkpoint, store: Store | None, device: Device, *, tp: int, dtype: str | None, fused: bool
+) -> Coverage:
+    """Compare the dense NVFP4 layers of a checkpoint with a database.
+
+    Parameters
+    ----------
+    store
+        None when there is no database: everything falls back.
+    tp, dtype, fused
+        As for `problems_of_checkpoint`.
+    """
+    layers: dict[Problem, list[str]] = {}
+    for layer in layers_of(checkpoint, fused=fused):
+        layers.setdefault(problem_of(layer, tp=tp, dtype=dtype_of(checkpoint, dtype)), []).append(layer.name)
+    found = []
+    for problem, names in layers.items():
+        plan = store.load_plan(device, problem) if store is not None else None
+        found.append(_covered(checkpoint, device, problem, tuple(names), plan))
+    total: Counter[str] = Counter()
+    for one in found:
+        for layout, size in one.layout_bytes.items():
+            total[layout] += size * len(one.layers)
+        total["planned"] += one.layout_bytes[one.layout] * len(one.layers)
+    return Coverage(
+        path=str(checkpoint.path),
+        device=device,
+        database=str(store.path) if store is not None else "",
+        tp=tp,
+        fused=fused,
+        problems=tuple(found),
+        planned_layers=sum(len(one.layers) for one in found if one.status in ("plan", "partly")),
+        layers=sum(len(one.layers) for one in found),
+        bytes=dict(total),
+        experts={name: len(by_number) for name, by_number in checkpoint.experts.items()}
+        | {name: experts.count for name, experts in checkpoint.fused_experts.items()},
+        foreign=dict(checkpoint.foreign),
+    )
+
+
+def _covered(
+    checkpoint: Checkpoint, device: Device, problem: Problem, names: tuple[str, ...], plan: Plan | None
+) -> Covered:
+    layout = plan.layout if plan is not None and plan.layout in layout_ids() else "checkpoint"
+    try:
+        decision = decide(device, problem, layout, plan)
+    except Unsupported as error:
+        status, kernels, reason = "none", "", str(error)
+    else:
+        kernels = _kernels(decision.segments)
+        if not decision.tuned:
+            status, reason = "default", f"nothing was measured: `nvfp4 tune --shape {problem.n},{problem.k}`"
+        else:
+            status = "partly" if decision.ignored else "plan"
+            reason = "; ".join(decision.ignored)
+    return Covered(
+        problem=problem,
+        layers=names,
+        extra=sum(checkpoint.is_extra(name) for name in names),
+        status=status,
+        layout=layout,
+        kernels=kernels,
+        reason=reason,
+        layout_bytes={
+            known: get_layout(known).bytes(problem.n, problem.k)
+            for known in layout_ids()
+            if problem.dtype in get_layout(known).dtypes
+        },
+    )
+
+
+def _kernels(segments: tuple[Segment, ...]) -> str:
+    """ "triton_gemv 1-16, two_pass 17+": neighbours of one kernel are one range."""
+    runs: list[tuple[str, int, int | None]] = []
+    for segment in segments:
+        start = segment.m_lo
+        if runs and runs[-1][0] == segment.kernel.name:
+            start = runs.pop()[1]
+        runs.append((segment.kernel.name, start, segment.m_hi))
+    return ", ".join(f"{name} {_range(m_lo, m_hi)}" for name, m_lo, m_hi in runs)
+
+
+def _range(m_lo: int, m_hi: int | None) -> str:
+    if m_hi is None:
+        return f"{m_lo}+"
+    return str(m_lo) if m_lo == m_hi else f"{m_lo}-{m_hi}"
+
+
+def show_coverage(console: Console, found: Coverage) -> None:
+    """A line a problem, then totals."""
+    console.print(f"checkpoint  {found.path}", soft_wrap=True)
+    console.print(f"database    {found.database or 'none'}", soft_wrap=True)
+    console.print(f"device      {device_words(found.device)}" + (f", 1 of {found.tp} ranks" if found.tp > 1 else ""))
+    made = Grid("problem", ">layers", "plan", "layout", "~kernels by M", ">weights")
+    for one in found.problems:
+        made.row(
+            problem_words(one.problem),
+            str(len(one.layers)),
+            one.status,
+            one.layout,
+            one.kernels,
+            _size(one.layout_bytes[one.layout] * len(one.layers)),
+        )
+    console.print(made)
+    for one in found.problems:
+        if one.status in ("partly", "none"):
+            console.print(f"{problem_words(one.problem)}: {one.reason}", soft_wrap=True)
+    rest = found.layers - found.planned_layers
+    fall = f"; {rest} fall back to default kernels: `{_command(found)}`" if rest else ""
+    console.print(f"{found.planned_layers} of {plural(found.layers, 'layer')} have a plan{fall}", soft_wrap=True)
+    sizes = ", ".join(f"{layout} {_size(size)}" for layout, size in found.bytes.items())
+    console.print(f"all of them by layout: {sizes}", soft_wrap=True)
+    extra = sum(one.extra for one in found.problems)
+    if extra:
+        console.print(f"{plural(extra, 'layer')} of these are for multi-token prediction, or beyond the last layer")
+    if found.experts:
+        console.print(f"{plural(len(found.experts), 'expert layer')} left out: no op runs them yet")
+    if found.foreign:
+        names = ", ".join(f"{name} ({algo})" for name, algo in list(found.foreign.items())[:SHOWN_FOREIGN])
+        console.print(f"{plural(len(found.foreign), 'layer')} in other formats: {names}", soft_wrap=True)
+
+
+def _command(found: Coverage) -> str:
+    """What tunes all these problems."""
+    options = (" --fused" if found.fused else "") + (f" --tp {found.tp}" if found.tp > 1 else "")
+    return f"nvfp4 tune --checkpoint {shlex.quote(found.path)}{options}"
+
+
+def _size(size: int) -> str:
+    for unit, scale in (("GiB", 30), ("MiB", 20)):
+        if size >= 1 << scale:
+            return f"{size / (1 << scale):.1f} {unit}"
+    return f"{size / 1024:.1f} KiB"
