@@ -30,6 +30,7 @@ def convert_(
     *,
     checkpoint: Checkpoint | str | Path | None = None,
     layout: str | None = None,
+    keep_checkpoint: bool = False,
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """Replace linear layers of a model, in place, by `nvfp4.nn.Linear`.
@@ -51,6 +52,8 @@ def convert_(
         A folder, or what `open_checkpoint` returned.
     layout
         Weight layout; None takes what each problem's plan marks.
+    keep_checkpoint
+        As for `nvfp4.nn.Linear`: whether to keep the stored tensors beside another layout.
     device
         Where what is on the meta device goes; by default the CPU. What has memory stays where it is.
 
@@ -72,7 +75,7 @@ def convert_(
     if checkpoint is None:
         for name, module in _linears(model):
             if filter_fn(module, name) if filter_fn else _worth_it(module, name):
-                _replace(model, name, Linear.from_linear(module, layout=layout))
+                _replace(model, name, Linear.from_linear(module, layout=layout, keep_checkpoint=keep_checkpoint))
         return model
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     _refuse_unreadable(source)
@@ -84,7 +87,16 @@ def convert_(
         if filter_fn is not None and not filter_fn(module, name):
             raise InvalidInput(message(f"filter_fn refuses {name}", got=f"only an NVFP4 weight in {source.path}"))
         _check_size(name, module, info)
-        _replace(model, name, _read_linear(source, info, module, layout, device))
+        made = Linear(
+            *(info.k, info.n, "bias" in info.tensors),
+            dialect=info.dialect,
+            layout=layout,
+            keep_checkpoint=keep_checkpoint,
+            device=(device or "cpu") if module.weight.is_meta else module.weight.device,
+            dtype=module.weight.dtype if module.weight.dtype in DTYPE_NAMES else torch.bfloat16,
+        )
+        _read_linear(source, info, made)
+        _replace(model, name, made.train(module.training))
         used.add(info.name)
     _refuse_unused(source, used)
     _read_dense(model, source, device)
@@ -126,23 +138,11 @@ def _check_size(name: str, module: nn.Linear, info: LinearInfo) -> None:
         )
 
 
-def _read_linear(
-    source: Checkpoint, info: LinearInfo, module: nn.Linear, layout: str | None, device: torch.device | str | None
-) -> Linear:
-    dtype = module.weight.dtype if module.weight.dtype in DTYPE_NAMES else torch.bfloat16
-    made = Linear(
-        *(info.k, info.n, "bias" in info.tensors),
-        dialect=info.dialect,
-        layout=layout,
-        device=(device or "cpu") if module.weight.is_meta else module.weight.device,
-        dtype=dtype,
-    )
+def _read_linear(source: Checkpoint, info: LinearInfo, made: Linear) -> None:
     try:
         made.load_({role: source.files.read(found.name) for role, found in info.tensors.items()})
     except InvalidInput as error:
         raise InvalidInput(f"layer {info.name}: {error}") from error
-    made.train(module.training)
-    return made
 
 
 def _refuse_unreadable(source: Checkpoint) -> None:

@@ -47,13 +47,17 @@ class Linear(nn.Module):
         "modelopt" or "compressed-tensors".
     layout
         Weight layout of the kernels; None takes what the plan marks.
+    keep_checkpoint
+        Keep the checkpoint's weight and weight_scale beside another layout. Without them the layer needs half the
+        memory, cannot be changed in place, and its state dict is decoded from the layout: the same values, and the same
+        bytes unless a block scale was negative or zero.
     dtype
         Of x, bias and pre_quant_scale: torch.bfloat16 or torch.float16.
     """
 
     quantizes_activations = False  # x stays in 16 bits, whatever the checkpoint was made for
 
-    weight_scale: Tensor
+    weight_scale: Tensor | None  # this and the weight are None once another layout holds them
     pre_quant_scale: Tensor | None
     bias: nn.Parameter | None
     _data: Tensor | None  # what kernels read; None until a weight was loaded
@@ -70,6 +74,7 @@ class Linear(nn.Module):
         pre_quant_scale: bool = False,
         dialect: str = MODELOPT,
         layout: str | None = None,
+        keep_checkpoint: bool = True,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -87,7 +92,7 @@ class Linear(nn.Module):
         if dtype not in DTYPE_NAMES:
             raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
         self.in_features, self.out_features, self.dialect, self.dtype = in_features, out_features, dialect, dtype
-        self._wanted_layout = layout
+        self._wanted_layout, self._keeps = layout, keep_checkpoint
         self._weight_name, self._global_name = NAMES[dialect]
         n, k = out_features, in_features
         # Until a weight is loaded the scales are NaN, so that nothing of it can be used by mistake.
@@ -103,7 +108,7 @@ class Linear(nn.Module):
         self._forget()
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, *, layout: str | None = None) -> Linear:
+    def from_linear(cls, linear: nn.Linear, *, layout: str | None = None, keep_checkpoint: bool = True) -> Linear:
         """Quantise a dense layer (by `nvfp4.quantize`); on the meta device only the shapes are taken.
 
         Raises
@@ -116,25 +121,25 @@ class Linear(nn.Module):
         made = cls(
             *(linear.in_features, linear.out_features, linear.bias is not None),
             layout=layout,
+            keep_checkpoint=keep_checkpoint,
             device=weight.device,
             dtype=dtype,
         )
         if not weight.is_meta:
             packed, scale, global_scale = quantize(weight)
-            made.load_state_dict(
-                {"weight": packed, "weight_scale": scale, "weight_scale_2": global_scale}, strict=False
-            )
-            if made.bias is not None and linear.bias is not None:
-                made.bias.data.copy_(linear.bias.detach())
+            tensors = {"weight": packed, "weight_scale": scale, "weight_scale_2": global_scale}
+            made.load_(tensors if linear.bias is None else tensors | {"bias": linear.bias.detach()})
         made.train(linear.training)
         return made
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] to [..., out_features], in x's dtype."""
-        if self._data is None and not self._stored.is_meta:
-            self.refresh_()
         if self._data is None:
-            return gemm(x, self._stored, self.weight_scale, self._global.float(), bias=self.bias)
+            weight, scale = self._stored()
+            if weight.is_meta:
+                return gemm(x, weight, scale, self._global.float(), bias=self.bias)
+            self.refresh_()
+            assert self._data is not None
         return gemm(
             x,
             self._data,
@@ -173,18 +178,24 @@ class Linear(nn.Module):
         InvalidInput
             The tensors hold no weight: NaN in them, or a global scale that is not positive and finite.
         """
-        check_scale("weight_scale", self.weight_scale.view(torch.uint8), repair_nan=False)
+        if self.weight_scale is None:  # nothing is stored that could have changed; the global scale may have
+            weight, scale, _ = self.packed.to_checkpoint()
+        else:
+            weight, scale = self._stored()
+        check_scale("weight_scale", scale.view(torch.uint8), repair_nan=False)
         factor = global_factor(self._global_name, self._global, self.dialect)
         if self.pre_quant_scale is not None:
             check_pre_quant_scale("pre_quant_scale", self.pre_quant_scale)
         if self.bias is not None:
             check_finite("bias", self.bias)
         layout = self._wanted_layout if self._data is None else self._layout
-        made = pack(self._stored, self.weight_scale, factor, dtype=self.dtype, layout=layout)
+        made = pack(weight, scale, factor, dtype=self.dtype, layout=layout)
         self._layout = made.layout
-        self._data = _into(self._data, made.data, self._stored)
-        self._scale = None if made.scale is None else _into(self._scale, made.scale, self.weight_scale)
+        self._data = _into(self._data, made.data, weight)
+        self._scale = None if made.scale is None else _into(self._scale, made.scale, scale)
         self._factor = _into(self._factor, made.global_scale, self._global)
+        if not self._keeps and made.layout != "checkpoint":
+            self._buffers[self._weight_name] = self._buffers["weight_scale"] = None
         return self
 
     @property
@@ -202,11 +213,17 @@ class Linear(nn.Module):
             in_features=self.in_features,
         )
 
-    @property
-    def _stored(self) -> Tensor:
-        stored = self._buffers[self._weight_name]
-        assert stored is not None
-        return stored
+    def _stored(self) -> tuple[Tensor, Tensor]:
+        """Weight and block scales as the checkpoint has them."""
+        weight, scale = self._buffers[self._weight_name], self._buffers["weight_scale"]
+        assert weight is not None and scale is not None
+        return weight, scale
+
+    def _store(self) -> None:
+        """Have them stored (again)."""
+        if self.weight_scale is None:
+            weight, scale, _ = self.packed.to_checkpoint()
+            self._buffers[self._weight_name], self._buffers["weight_scale"] = weight, scale
 
     @property
     def _global(self) -> Tensor:
@@ -222,10 +239,10 @@ class Linear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
         was_ready = self._data is not None
+        self._store()
         self._forget()
-        scales = {name: self._buffers[name] for name in ("weight_scale", self._global_name)}
+        scales = {"weight_scale": self._stored()[1], self._global_name: self._global}
         for name, scale in scales.items():
-            assert scale is not None
             # Casts are for floating point: seen as integers, scales move and keep their bits.
             self._buffers[name] = scale.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scale.itemsize])
         try:
@@ -233,16 +250,22 @@ class Linear(nn.Module):
         finally:
             for name, scale in scales.items():
                 moved = self._buffers[name]
-                assert scale is not None and moved is not None
+                assert moved is not None
                 self._buffers[name] = moved.view(scale.dtype)
-        x_dtype = fn(torch.empty(0, dtype=self.dtype, device=self._stored.device)).dtype
+        x_dtype = fn(torch.empty(0, dtype=self.dtype, device=self._global.device)).dtype
         self.dtype = x_dtype if x_dtype in DTYPE_NAMES else self.dtype
-        if was_ready and not self._stored.is_meta:
+        if was_ready and not self._global.is_meta:
             try:
                 self.refresh_()
             except InvalidInput:  # to_empty: what is to be loaded is not there yet
                 self._forget()
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.weight_scale is None:
+            weight, scale, _ = self.packed.to_checkpoint()
+            destination[f"{prefix}{self._weight_name}"], destination[f"{prefix}weight_scale"] = weight, scale
 
     def _load_from_state_dict(
         self,
@@ -254,6 +277,7 @@ class Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        self._store()
         given = dict(state_dict)
         scale = given.get(f"{prefix}weight_scale")
         if scale is not None and scale.dtype == torch.uint8:
@@ -273,7 +297,7 @@ class Linear(nn.Module):
         super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         # Scales of activations and of the KV cache are no part of the weight.
         unexpected_keys[:] = [key for key in unexpected_keys if key.removeprefix(prefix) not in IGNORED]
-        if len(error_msgs) + len(missing_keys) == problems and not self._stored.is_meta:
+        if len(error_msgs) + len(missing_keys) == problems and not self._global.is_meta:
             try:
                 self.refresh_()
             except InvalidInput as error:

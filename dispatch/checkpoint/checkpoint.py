@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import InvalidInput, Nvfp4Error, Unsupported, message
@@ -52,7 +52,6 @@ class Checkpoint:
     broken: Mapping[str, str]
     dense: tuple[str, ...]
     kv_scales: tuple[str, ...]
-    _modules: frozenset[str] = field(repr=False)
 
     def linear(self, name: str) -> LinearInfo:
         """The NVFP4 layer of that name, in any of its spellings.
@@ -187,7 +186,6 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         broken=broken,
         dense=tuple(dense),
         kv_scales=tuple(name for name in files.infos if split(name)[1] in KV_SCALES),
-        _modules=frozenset(modules),
     )
     _warn_contradictions(checkpoint)
     return checkpoint

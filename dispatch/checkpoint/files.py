@@ -16,7 +16,7 @@ __all__ = ["TensorFiles", "TensorInfo", "listed"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-OPEN_FILES = 2  # a layer is rarely in more
+OPEN_FILES = 4  # a layer is rarely in more
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -71,8 +71,8 @@ class TensorFiles:
                 index = msgspec.json.decode((self.path / INDEX).read_bytes(), type=_Index)
             except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise InvalidInput(message(f"{self.path / INDEX} cannot be read", got=error)) from error
-            places = {name: Path(file).name for name, file in index.weight_map.items()}
-            lost = {file for file in places.values() if not (self.path / file).exists()}
+            places = {name: file.rpartition("/")[2] for name, file in index.weight_map.items()}
+            lost = {file for file in set(places.values()) if not (self.path / file).exists()}
             if lost:
                 names = (name for name, file in places.items() if file in lost)
                 raise InvalidInput(
@@ -148,7 +148,8 @@ class TensorFiles:
 
     def _handle(self, file: Path) -> Any:
         if file in self._open:
-            return self._open[file]
+            handle = self._open[file] = self._open.pop(file)  # the last one used is the last one to be closed
+            return handle
         from safetensors import SafetensorError, safe_open
 
         try:

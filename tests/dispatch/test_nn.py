@@ -161,6 +161,39 @@ def test_another_layout_is_derived_again_in_its_own_memory(x, mirrored):
     assert torch.equal(copy.deepcopy(made).packed.data, data)
 
 
+def test_another_layout_may_be_all_that_is_kept(x, mirrored):
+    first, second = tensors(1, bias=True), tensors(2, bias=True)
+    made = linear(first, layout="mirrored", keep_checkpoint=False)
+    assert made.weight is None and made.weight_scale is None
+    assert torch.equal(made.packed.data, first["weight"].flip(1))
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), first[name].reshape(-1).view(torch.uint8)), name
+    address = made.packed.data.data_ptr()
+    made.load_state_dict(second)
+    assert made.weight is None and made.packed.data.data_ptr() == address
+    assert torch.equal(made.packed.data, second["weight"].flip(1))
+    made.half()
+    assert made.weight is None and torch.equal(made.packed.data, second["weight"].flip(1))
+    made.weight_scale_2.mul_(2)
+    assert float(made.refresh_().packed.global_scale) == 2 * float(second["weight_scale_2"])
+    twin = copy.deepcopy(made)
+    assert (
+        torch.equal(twin.packed.data, made.packed.data) and twin.packed.data.data_ptr() != made.packed.data.data_ptr()
+    )
+    plain = linear(first, keep_checkpoint=False)  # the layout of the checkpoint is what is stored
+    assert plain.weight is not None and torch.equal(plain(x), linear(first)(x))
+
+
+@pytest.mark.parametrize("layout", ["fragment1-bf16", "fragment1-nib"])
+@pytest.mark.parametrize("keep", [True, False])
+def test_fragment_layouts_give_back_what_was_loaded(layout, keep):
+    found = tensors(bias=True)
+    made = linear(found, layout=layout, keep_checkpoint=keep)
+    assert made.packed.layout == layout
+    for name, tensor in made.state_dict().items():
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), found[name].reshape(-1).view(torch.uint8)), name
+
+
 @pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.to(torch.float16), lambda m: m.float().half()])
 def test_casting_leaves_scales_alone(x, cast):
     found = tensors(bias=True, pqs=True)
