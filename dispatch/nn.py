@@ -281,7 +281,9 @@ class Linear(nn.Module):
         given = dict(state_dict)
         scale = given.get(f"{prefix}weight_scale")
         if scale is not None and scale.dtype == torch.uint8:
-            given[f"{prefix}weight_scale"] = scale.view(torch.float8_e4m3fn)
+            scale = given[f"{prefix}weight_scale"] = scale.view(torch.float8_e4m3fn)
+        if scale is not None and scale.ndim == 3 and scale.shape[0] == 1:
+            given[f"{prefix}weight_scale"] = scale[0]
         stored = self._global
         factor = given.get(f"{prefix}{self._global_name}")
         if factor is not None and factor.numel() == stored.numel():

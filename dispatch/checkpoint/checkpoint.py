@@ -11,7 +11,7 @@ from ...errors import InvalidInput, Nvfp4Error, Unsupported, message
 from .config import QuantConfig, read_quant_config
 from .files import TensorFiles, TensorInfo, listed
 from .fused_experts import FusedExperts, fused_expert_leaves, fused_experts
-from .modules import FLOATS, Broken, Foreign, LinearInfo, classify
+from .modules import FLOATS, GROUP, Broken, Foreign, LinearInfo, classify
 from .names import aliases, expert_of, is_linear_name, split
 from .rules import NVFP4
 
@@ -197,11 +197,25 @@ def _warn_contradictions(checkpoint: Checkpoint) -> None:
             _warn(f"{checkpoint.path} has no quantisation config: its tensors alone say what is quantised")
         return
     packed = [*checkpoint.linears, *checkpoint.experts, *checkpoint.fused_experts]
+    dialects = {info.dialect for info in checkpoint.linears.values()}
+    said = checkpoint.config.dialect
+    if dialects and said not in dialects:
+        _warn(
+            f"{checkpoint.path}: {checkpoint.config.source} is of {said}, but the tensors are named and scaled as by "
+            f"{dialects.pop()}, and are read so"
+        )
     said_dense = [name for name in packed if not _called_nvfp4(checkpoint.config, name)]
     if said_dense:
         _warn(
             f"{checkpoint.path}: {checkpoint.config.source} does not call these layers NVFP4, but their tensors are, "
             f"so they are loaded as NVFP4: {listed(said_dense)}"
+        )
+    sizes = {name: checkpoint.config.answer(name).group_size for name in checkpoint.linears if name not in said_dense}
+    said_size = [name for name, size in sizes.items() if size not in (0, GROUP)]
+    if said_size:
+        _warn(
+            f"{checkpoint.path}: {checkpoint.config.source} says group size {sizes[said_size[0]]}, but the tensors "
+            f"have {GROUP}: {listed(said_size)}"
         )
     said_packed = [name for name in _dense_linears(checkpoint) if _called_nvfp4(checkpoint.config, name)]
     if said_packed:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 from ...errors import Unsupported, message
 from .names import aliases, fused_parts
@@ -48,6 +49,8 @@ class CompressedTensorsRules:
 
     config: CtConfig
     source: str
+
+    dialect: ClassVar[str] = "compressed-tensors"
 
     def __post_init__(self) -> None:
         for field in ("transform_config", "sparsity_config"):  # layers would compute something else without them
@@ -98,7 +101,7 @@ class CompressedTensorsRules:
 
     def _as(self, kind: str, reason: str) -> Answer:
         size = 16 if kind == NVFP4 else 0
-        return Answer(algo=kind, group_size=size, dialect="compressed-tensors", reason=reason)
+        return Answer(algo=kind, group_size=size, dialect=self.dialect, reason=reason)
 
 
 def _first(targets: Iterable[str], name: str, module_class: str) -> str | None:

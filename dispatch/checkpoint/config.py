@@ -21,6 +21,13 @@ T = TypeVar("T")
 QUANT_FILE = "hf_quant_config.json"
 MODEL_FILE = "config.json"
 MODELOPT_METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "nvfp4")
+FIELD_TYPES: dict[str, type] = {
+    **dict.fromkeys(("model_type", "dtype", "torch_dtype"), str),
+    **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), int),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), int),
+    "tie_word_embeddings": bool,
+    "quantization_config": dict,
+}
 IMPLIED = {"modelopt_fp4": "NVFP4", "nvfp4": "NVFP4"}  # the algorithm of a method that says no quant_algo
 
 
@@ -56,6 +63,11 @@ class QuantConfig:
             The parts of a fused linear are quantised differently.
         """
         return self.rules.answer(name, module_class)
+
+    @property
+    def dialect(self) -> str:
+        """ "modelopt" or "compressed-tensors", whose config this is; "" without one."""
+        return self.rules.dialect
 
     @property
     def is_there(self) -> bool:
@@ -108,10 +120,11 @@ def _read_model(file: Path) -> ModelConfig:
     raw = _decode(file, dict[str, Any])
     text = raw.get("text_config")
     # The language model's own fields are inside; what quantises it may be in either place.
-    fields = (
-        {**raw, **{key: value for key, value in text.items() if value is not None}} if isinstance(text, dict) else raw
-    )
-    return _convert(fields, ModelConfig, file)
+    inner = {key: value for key, value in text.items() if value is not None} if isinstance(text, dict) else {}
+    fields = {**raw, **inner}
+    # Some models have one value per layer where others have one: what is of another type is not known.
+    known = {name: fields[name] for name, kind in FIELD_TYPES.items() if type(fields.get(name)) is kind}
+    return _convert(known, ModelConfig, file)
 
 
 def _rules(inner: dict[str, Any]) -> Rules:

@@ -164,7 +164,7 @@ class Separate:
                 name=info.name,
                 scale_name=tensors["weight_scale"].name,
                 packed=files.read(tensors["weight_packed" if ct else "weight"].name),
-                scales=files.read(tensors["weight_scale"].name),
+                scales=files.read(tensors["weight_scale"].name).reshape(info.n, -1),
                 factor=float(_one(divisor, global_factor(divisor, files.read(divisor), info.dialect))),
                 bias=None if bias is None else files.read(bias.name).reshape(-1),
                 pre_quant_scale=None if vector is None else files.read(vector.name).reshape(-1),

@@ -190,7 +190,13 @@ def _read(
         )
         weight[rows].copy_(swap_nibbles(packed) if swap else packed)
         info = tensors["weight_scale"]
-        part = files.part(info.name, piece.rows, slice(columns.start // 16, columns.stop // 16))
+        groups = slice(columns.start // 16, columns.stop // 16)
+        whole = (slice(None),) * (len(info.shape) - 2)  # a few files have [1, N, K/16]
+        part = (
+            files.part(info.name, *whole, piece.rows, groups).squeeze(0)
+            if whole
+            else files.part(info.name, piece.rows, groups)
+        )
         scale[rows].copy_(part.view(torch.uint8))
         check_scale(info.name, scale[rows], repair_nan=repair)
         factors.append(_factor(files, piece))

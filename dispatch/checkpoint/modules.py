@@ -157,9 +157,10 @@ def _shape_problem(name: str, leaves: Mapping[str, TensorInfo], dialect: str) ->
     n, k = weight.shape[0], 2 * weight.shape[1]
     if n == 0 or k == 0 or k % GROUP:
         return f"wrong {weight_role}; got {weight}, so K = {k}; expected K a multiple of {GROUP}, N and K at least 1"
-    if scale.shape == (n, k // 32):
+    squeezed = scale.shape[1:] if len(scale.shape) == 3 and scale.shape[0] == 1 else scale.shape
+    if squeezed == (n, k // 32):
         return f"weight_scale has group size 32; got {scale}; expected group size 16: ({n}, {k // GROUP})"
-    if scale.dtype != "F8_E4M3" or scale.shape != (n, k // GROUP):
+    if scale.dtype != "F8_E4M3" or squeezed != (n, k // GROUP):
         hint = "; 1-D or padded scales were swizzled for one kind of GPU: export again" if scale.dtype == "U8" else ""
         return f"wrong weight_scale; got {scale}; expected F8_E4M3 ({n}, {k // GROUP}){hint}"
     numel = _numel(global_scale.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ...errors import InvalidInput, Unsupported, message
 from .names import aliases, ancestors, fused_around, fused_parts, pattern_matcher
@@ -58,6 +58,11 @@ class Answer:
 class Rules(Protocol):
     """The answers of one config."""
 
+    @property
+    def dialect(self) -> str:
+        """ "modelopt", "compressed-tensors" or ""."""
+        ...
+
     def answer(self, name: str, module_class: str = "Linear") -> Answer:
         """The answer for a module. Raises InvalidInput when the parts of a fused linear disagree."""
         ...
@@ -65,6 +70,8 @@ class Rules(Protocol):
 
 class NoRules:
     """No config: nothing is said to be quantised, and the tensors decide."""
+
+    dialect = ""
 
     def answer(self, name: str, module_class: str = "Linear") -> Answer:
         """Always dense."""
@@ -104,6 +111,8 @@ class ModelOptRules:
 
     config: ModelOptConfig
     source: str
+
+    dialect: ClassVar[str] = "modelopt"
 
     def __post_init__(self) -> None:
         if not self.algo and not self.layers and not self.config.moe_quant_algo:
@@ -199,11 +208,11 @@ class ModelOptRules:
         if algo in ("", "NONE"):
             return self._dense(f"{reason} has no quant_algo")
         return Answer(
-            algo=NVFP4 if algo in NVFP4_ALGOS else algo, group_size=group_size, dialect="modelopt", reason=reason
+            algo=NVFP4 if algo in NVFP4_ALGOS else algo, group_size=group_size, dialect=self.dialect, reason=reason
         )
 
     def _dense(self, reason: str) -> Answer:
-        return Answer(algo=DENSE, dialect="modelopt", reason=reason)
+        return Answer(algo=DENSE, dialect=self.dialect, reason=reason)
 
     def signature(self) -> Iterator[object]:
         """What two files must share to say the same; group_size is left out, the tensors decide it."""

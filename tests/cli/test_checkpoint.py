@@ -47,6 +47,7 @@ def problems(*sizes, dtype="float16"):
     return [Problem(n=n, k=k, dtype=dtype) for n, k in sizes]
 
 
+@pytest.mark.filterwarnings("ignore:.*named and scaled as by")
 @pytest.mark.parametrize("convert", [dict, as_compressed_tensors])
 def test_every_layer_is_a_problem_as_it_is_stored(write, convert):
     path = write(convert(layers(0, 1)))

@@ -213,6 +213,14 @@ def test_the_config_may_be_inside_that_of_the_language_model(read):
     assert (config.model.num_hidden_layers, config.model.model_type) == (3, "m")
 
 
+def test_fields_of_the_model_that_are_of_another_type_are_not_known(read):
+    config = read(
+        num_hidden_layers=2, num_key_value_heads=[1, 2], dtype={}, tie_word_embeddings=True, quantization_config=None
+    )
+    assert (config.model.num_hidden_layers, config.model.num_key_value_heads, config.model.dtype) == (2, None, None)
+    assert config.model.tie_word_embeddings and not config.is_there
+
+
 def test_compressed_tensors_by_class_name_and_pattern(read):
     config = read(inner=ct(ignore=["lm_head", "re:.*mlp[.]gate$", "re:model[.]layers[.]0[.]"]))
     assert algos(config, "lm_head", "model.layers.3.mlp.gate", "model.layers.0.mlp.up_proj") == ["", "", ""]

@@ -3,6 +3,7 @@
 import json
 import warnings
 
+import nvfp4
 import pytest
 import torch
 from nvfp4.dispatch.checkpoint import Shard, load_linear, open_checkpoint
@@ -11,6 +12,8 @@ from nvfp4.kernels.weights.codec import dequantize, swap_nibbles
 from nvfp4.kernels.weights.weight import is_aligned
 from nvfp4.testing.checkpoints import as_compressed_tensors as as_ct
 from nvfp4.testing.checkpoints import dense, modelopt
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*named and scaled as by")  # configs here are ModelOpt's
 
 MLP = "model.layers.0.mlp"
 ATTN = "model.layers.0.self_attn"
@@ -79,6 +82,20 @@ def test_global_scales_of_one_element_have_any_shape(write, shape, dtype):
     tensors[f"{MLP}.down_proj.weight_scale_2"] = torch.full(shape, 2.0**-10, dtype=dtype)
     got = load_linear(open_checkpoint(write(tensors)), f"{MLP}.down_proj")
     assert torch.equal(got.weight_scale_2, torch.tensor([2.0**-10]))
+
+
+def test_block_scales_may_have_a_dimension_too_many(write):
+    name = f"{MLP}.down_proj"
+    tensors = modelopt(name, 16, 64)
+    flat = tensors[f"{name}.weight_scale"]
+    checkpoint = open_checkpoint(write(tensors | {f"{name}.weight_scale": flat[None]}))
+    assert same(tensors, name, load_linear(checkpoint, name))
+    part = load_linear(checkpoint, name, shard=Shard(rank=1, size=2, how="row"))
+    assert torch.equal(value(part), dense(tensors, name)[:, 32:])
+    layer = nvfp4.nn.Linear(64, 16, False)
+    layer.load_state_dict({tensor.name.rsplit(".")[-1]: checkpoint.files.read(tensor.name)
+                           for tensor in checkpoint.linear(name).tensors.values()})  # fmt: skip
+    assert torch.equal(layer.weight_scale.view(torch.uint8), flat.view(torch.uint8))
 
 
 @pytest.mark.parametrize("convert", [dict, as_ct])
@@ -231,6 +248,20 @@ def test_a_tied_lm_head_is_the_embedding(write):
     checkpoint = open_checkpoint(write(modelopt(f"{MLP}.up_proj", 16, 32), config={"tie_word_embeddings": True}))
     with pytest.raises(InvalidInput, match=r"no lm_head; got tie_word_embeddings.*use the embedding"):
         load_linear(checkpoint, "lm_head")
+
+
+def test_names_of_another_dialect_than_the_config_count(write):
+    tensors = modelopt(f"{MLP}.up_proj", 16, 32, factor=2.0**-9)
+    with pytest.warns(UserWarning, match=r"is of modelopt, but the tensors are named and scaled as by compressed-tens"):
+        checkpoint = open_checkpoint(write(as_ct(tensors)))
+    assert torch.equal(value(load_linear(checkpoint, f"{MLP}.up_proj")), dense(tensors, f"{MLP}.up_proj"))
+
+
+def test_another_group_size_in_the_config_is_a_warning(write):
+    tensors = modelopt(f"{MLP}.up_proj", 16, 64)
+    with pytest.warns(UserWarning, match=r"says group size 32, but the tensors have 16: .*up_proj"):
+        checkpoint = open_checkpoint(write(tensors, hf={"quant_algo": "NVFP4", "group_size": 32}))
+    assert same(tensors, f"{MLP}.up_proj", load_linear(checkpoint, f"{MLP}.up_proj"))
 
 
 def test_without_a_config_the_tensors_decide(write):
