@@ -16,6 +16,9 @@ constexpr bool SM90 = __CUDA_ARCH__ >= 900;
 // The warp's index, known to be the same in all lanes: otherwise bulk copies become a loop over lanes.
 DEVICE u32 uniform_warp() { return __shfl_sync(0xffffffffu, threadIdx.x >> 5, 0); }
 
+// The same value, which the compiler can only keep, not compute again: it does so in inner loops to save registers.
+DEVICE u32 pin(u32 v) { return __shfl_sync(0xffffffffu, v, threadIdx.x & 31); }
+
 DEVICE bool elect_one() {
 #if __CUDA_ARCH__ >= 900
     u32 chosen;
@@ -53,6 +56,14 @@ DEVICE float4 load_shared_float4(u32 a) {
     asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(a));
     return v;
 }
+
+DEVICE u32 load_shared_u32(u32 a) {
+    u32 v;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(a) : "memory");
+    return v;
+}
+
+DEVICE void store_shared_u32(u32 a, u32 v) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(a), "r"(v) : "memory"); }
 
 DEVICE void store_shared_float(u32 a, float v) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(a), "f"(v) : "memory"); }
 
@@ -192,5 +203,12 @@ DEVICE float load_global_float(const float* p) {
 DEVICE u16 load_global_16(const u16* p) {
     u16 v;
     asm volatile("ld.global.u16 %0, [%1];" : "=h"(v) : "l"(p));
+    return v;
+}
+
+// From L2, where other CTAs' stores are.
+DEVICE float4 load_global_float4(const float* p) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(p) : "memory");
     return v;
 }
