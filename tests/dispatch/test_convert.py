@@ -259,6 +259,25 @@ def test_experts_that_are_linears_are_converted(tmp_path):
     assert torch.equal(model.mlp.experts[1].up_proj.weight, tensors["mlp.experts.1.up_proj.weight"])
 
 
+def test_experts_without_linears_of_their_own_are_named():
+    path = DATA / "modelopt-moe"
+    with pytest.raises(
+        InvalidInput, match=r"no Linear for .*mlp\.experts\.0\.down_proj.*experts must be Linear modules"
+    ):
+        nvfp4.convert_(make("meta"), checkpoint=path)
+
+
+def test_buffers_that_no_checkpoint_holds_must_be_real():
+    model = make("meta")
+    model.model.register_buffer("inv_freq", torch.ones(4, device="meta"), persistent=False)
+    with pytest.raises(InvalidInput, match=r"got no model\.inv_freq; .*buffers that are computed on a real device"):
+        nvfp4.convert_(model, checkpoint=DATA / "modelopt-nvfp4")
+    model = make("meta")
+    model.model.register_buffer("inv_freq", torch.ones(4), persistent=False)
+    nvfp4.convert_(model, checkpoint=DATA / "modelopt-nvfp4")
+    assert torch.equal(model.model.inv_freq, torch.ones(4))
+
+
 def test_a_model_of_transformers(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.AutoConfig.from_pretrained(DATA / "modelopt-nvfp4")
