@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import os
 import re
 import struct
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 from ...errors import LaunchError, message
 from .compile import Compiled
 
-__all__ = ["CudaLaunch"]
+__all__ = ["CudaLaunch", "dependent_launches"]
 
 _FIELD = re.compile("[a-rt-wyzA-Z?]")  # not "s" and "x": bytes have no alignment, and a "0s" would take a value
 
@@ -31,6 +32,15 @@ TENSOR_MAP_ALIGN_BYTES = (64, 128)  # of a struct that holds one
 
 # Packs values into the memory of one launch, and the address of the pointer to the struct: the driver's kernelParams.
 Memory = tuple[Callable[..., None], int]
+
+
+def dependent_launches() -> bool:
+    """Whether gemm kernels ask for programmatic dependent launch: NVFP4_PDL=1.
+
+    They then request weights while the kernel before them in the stream still ends. Never on by itself: a chain of
+    equal kernels, which is what the tuner times, gains more from it than they do among others.
+    """
+    return os.environ.get("NVFP4_PDL", "") == "1"
 
 
 class CudaLaunch:

@@ -47,7 +47,6 @@ class Gemm:
             min_blocks_per_mp=c.blocks_per_sm,
             # Without this the DSL asks the driver for the device's shared memory, and compiling needs a GPU.
             preferred_smem_carveout=100,
-            use_pdl=c.overlap,
             stream=stream,
         )
 
@@ -98,8 +97,7 @@ class Gemm:
         else:
             if const_expr(c.consumer_registers):
                 cute.arch.setmaxregister_increase(c.consumer_registers)
-            if const_expr(c.overlap):
-                cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_wait()
             tiled_mma = sm90.make_trivial_tiled_mma(
                 element(c),
                 element(c),

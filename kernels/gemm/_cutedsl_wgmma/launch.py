@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...cuda.launch import CudaLaunch
+from ...cuda.launch import CudaLaunch, dependent_launches
 from ...cuda.tensor_map import TensorMaps
 from ...cutedsl import compile_cutedsl
 from ...problem import Device, Problem
@@ -43,7 +43,7 @@ class Launch:
             block=shape.threads,
             smem_bytes=shape.smem_bytes,
             cluster=shape.multicast,
-            pdl=shape.overlap,
+            pdl=dependent_launches(),
             prefer_smem=True,
         )
         self._maps = TensorMaps(problem.dtype, shape.tokens // shape.multicast)

@@ -36,28 +36,26 @@ class Producer:
         stage = Int32(0)
         phase = Int32(1)
         early = Int32(0)
-        if const_expr(c.overlap):
-            # Weights do not depend on the kernel before this one: a ring of them is on its way before x is written.
-            cute.arch.griddepcontrol_launch_dependents()
-            if self.work.segments > 0:
-                tile, first, behind = self.work.segment(Int32(0))
-                row, token = self.work.place(tile)
-                early = cutlass.min(behind - first, c.stages)
-                for i in cutlass.range(early, unroll=1):
-                    self.load_weights(i, row, first + i)
-                cute.arch.griddepcontrol_wait()
-                for i in cutlass.range(early, unroll=1):
-                    self.load_x(i, token, first + i)
-                stage = early
-                if early == c.stages:
-                    stage = Int32(0)
-                    phase = Int32(0)
+        # Weights do not depend on the kernel before this one: a ring of them is on its way before x is written.
+        cute.arch.griddepcontrol_launch_dependents()
+        if self.work.segments > 0:
+            tile, first, behind = self.work.segment(Int32(0))
+            row, token = self.work.place(tile)
+            early = cutlass.min(behind - first, c.stages)
+            for i in cutlass.range(early, unroll=1):
+                self.load_weights(i, row, first + i)
+            cute.arch.griddepcontrol_wait()
+            for i in cutlass.range(early, unroll=1):
+                self.load_x(i, token, first + i)
+            stage = early
+            if early == c.stages:
+                stage = Int32(0)
+                phase = Int32(0)
         for index in cutlass.range(self.work.segments, unroll=1):
             tile, first, behind = self.work.segment(index)
             row, token = self.work.place(tile)
-            if const_expr(c.overlap):
-                first += early
-                early = Int32(0)
+            first += early
+            early = Int32(0)
             for k_tile in cutlass.range(first, behind, unroll=1):
                 cute.arch.mbarrier_wait(self.bars + c.stages + stage, phase)
                 self.load_weights(stage, row, k_tile)

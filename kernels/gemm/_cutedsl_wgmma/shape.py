@@ -32,7 +32,6 @@ class Shape:
     blocks_per_sm: int
     multicast: int  # blocks of a cluster that share x
     stream_k: bool
-    overlap: bool  # programmatic dependent launch
     wide_stores: bool  # rows of out are 16-byte aligned
 
     @property
