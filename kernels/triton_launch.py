@@ -1,8 +1,8 @@
-"""Compiling a Triton kernel for a named architecture without a GPU, and launching it with little host work.
+"""Launching a Triton kernel with little host work, and without a C compiler on the machine that launches.
 
 `triton.jit`'s own launch path looks every argument up on every call; a kernel compiled here has a fixed signature, so a
-call packs integers and launches. The same compile serves the tuner's pool (no GPU, fills Triton's disk cache), the
-worker and the online op.
+call packs integers and launches. The same compile serves the tuner's pool (no GPU, fills the disk cache), the worker
+and the online op.
 
 Under TRITON_INTERPRET=1 the launch runs Triton's interpreter on CPU tensors instead.
 """
@@ -10,11 +10,11 @@ Under TRITON_INTERPRET=1 the launch runs Triton's interpreter on CPU tensors ins
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BuildError, message
+from .cuda.launch import FREE_SMEM_BYTES, CudaLaunch
 from .problem import Device
+from .triton_compile import compile_triton, parameter_fields, triton_result
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -77,7 +77,6 @@ class TritonLaunch:
         self._kernel = kernel
         self._constants = dict(constants)
         self._interpret = interpreting()
-        self._loaded: tuple[Any, Any, int] | None = None
         if self._interpret:
             return
         types = {name: signature.get(name, "constexpr") for name in kernel.arg_names}
@@ -87,19 +86,20 @@ class TritonLaunch:
             options["maxnreg"] = max_registers
         self._source = (kernel, device.capability, tuple(types.items()), tuple(constants.items()), aligned)
         self._options = tuple(options.items())
-        self.compiled = _compiled(self._source, self._options)
-        # Constants come last in every kernel here, and the launcher skips them by their type.
-        self._tail = tuple(self._constants[name] for name, type_ in types.items() if type_ == "constexpr")
+        self.program = compile_triton(self._source, self._options)
+        self._launch = CudaLaunch(
+            self.program.compiled,
+            fields=parameter_fields(self._source),
+            block=self.program.threads,
+            smem_bytes=self.program.smem_bytes,
+            pdl=after_pdl,
+            prefer_smem=self.program.smem_bytes > FREE_SMEM_BYTES,  # as Triton itself asks for
+        )
 
-    def _load(self, index: int) -> tuple[Any, Any, int]:
-        key = (self._source, self._options, index)
-        if key not in _on_device:
-            # A compiled kernel loads itself onto one device only: another device takes a copy from the disk cache.
-            compiled = self.compiled if self.compiled.module is None else _compile(self._source, self._options)
-            run = compiled.run
-            _on_device[key] = (run, compiled.packed_metadata, compiled.function)
-        self._loaded = _on_device[key]
-        return self._loaded
+    @property
+    def compiled(self) -> Any:
+        """Triton's own result, with the code of every stage; compiled again if Triton's cache does not have it."""
+        return triton_result(self._source, self._options)
 
     def launch(self, grid: tuple[int, int, int], *args: Tensor | int) -> None:
         """Launch with tensors and integers on the current stream of the tensors' device, or interpret.
@@ -116,41 +116,5 @@ class TritonLaunch:
             with torch.cuda.device(index):
                 self.launch(grid, *args)
             return
-        run, packed, function = self._loaded or self._load(index)
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        pointers = [a if isinstance(a, int) else a.data_ptr() for a in args]
-        run(*grid, stream, function, packed, None, None, None, *pointers, *self._tail)
-
-
-_Source = tuple[Any, tuple[int, int], tuple[tuple[str, str], ...], tuple[tuple[str, Any], ...], tuple[str, ...]]
-_Options = tuple[tuple[str, Any], ...]
-
-_on_device: dict[tuple[_Source, _Options, int], tuple[Any, Any, int]] = {}  # launcher, metadata, function
-
-
-@cache
-def _compiled(source: _Source, options: _Options) -> Any:
-    return _compile(source, options)
-
-
-def _compile(source: _Source, options: _Options) -> Any:
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    kernel, (major, minor), types, constants, aligned = source
-    names = kernel.arg_names
-    attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
-    try:
-        return triton.compile(
-            ASTSource(kernel, dict(types), dict(constants), attributes),
-            target=GPUTarget("cuda", 10 * major + minor, 32),
-            options=dict(options),
-        )
-    except Exception as error:  # Triton raises many kinds, and plain RuntimeError from its passes
-        cause: BaseException = error
-        while cause.__cause__ is not None:  # the outermost names the call, the innermost the fault
-            cause = cause.__cause__
-        raise BuildError(
-            message(f"{kernel.__name__} did not compile for sm_{major}{minor}", got=f"{type(cause).__name__}: {cause}")
-        ) from error
+        values = [a if isinstance(a, int) else a.data_ptr() for a in args]
+        self._launch.launch(*grid, torch._C._cuda_getCurrentRawStream(index), *values, 0, 0)  # no scratch
