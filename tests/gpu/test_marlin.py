@@ -1,4 +1,4 @@
-"""`marlin` on a GPU: every kind of config, races, streams and graphs, dependent launches, what a launch costs the host."""
+"""`marlin` on a GPU: all kinds of config, races, streams and graphs, dependent launches, the host cost of a launch."""
 
 import random
 import threading
