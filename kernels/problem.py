@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import InvalidInput, message
+from .moe.activations import activation
 
-__all__ = ["DTYPES", "Device", "Problem", "Verdict"]
+__all__ = ["DTYPES", "OPS", "Device", "Problem", "Verdict"]
 
 DTYPES = ("bfloat16", "float16")
+OPS = ("gemm", "grouped_gemm", "moe")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,19 +36,22 @@ class Device:
 class Problem:
     """What is to be computed, without M: every field that changes the answer, and none that does not.
 
+    M counts rows of x: for `moe` tokens, each of which goes to top_k experts.
+
     Raises
     ------
     InvalidInput
-        n or k is not a whole number above 0, or the dtype is none of DTYPES.
+        The op is none of OPS, the dtype none of DTYPES, or the activation unknown; or a size is not a whole number
+        above 0: n and k of every op, experts of grouped_gemm and moe, top_k of moe.
     """
 
-    op: str = "gemm"  # "gemm", later "grouped_gemm" and "moe"
-    n: int  # rows of the weight: out_features
-    k: int  # columns of the weight: in_features
+    op: str = "gemm"  # one of OPS
+    n: int  # rows of the weight: out_features; for moe the inner size of an expert, `inter`
+    k: int  # columns of the weight: in_features; for moe the size of a token, `hidden`
     dtype: str = "bfloat16"  # of x and of the output
     experts: int = 0  # local experts; 0 for gemm
-    top_k: int = 0
-    activation: str = ""
+    top_k: int = 0  # experts per token; 0 but for moe
+    activation: str = ""  # name of one of `kernels.moe.activations`; "" but for moe
 
     def __post_init__(self) -> None:
         if type(self.n) is not int or self.n < 1 or type(self.k) is not int or self.k < 1:
@@ -55,17 +60,38 @@ class Problem:
             )
         if self.dtype not in DTYPES:
             raise InvalidInput(message("wrong dtype of a Problem", got=repr(self.dtype), expected=" or ".join(DTYPES)))
+        if self.op not in OPS:
+            raise InvalidInput(message("wrong op of a Problem", got=repr(self.op), expected=" or ".join(OPS)))
+        counts = [("experts", self.op != "gemm", self.experts), ("top_k", self.op == "moe", self.top_k)]
+        for name, needed, count in counts:
+            if type(count) is not int or (count < 1 if needed else count != 0):
+                expected = "an int, at least 1" if needed else 0
+                raise InvalidInput(
+                    message(f"wrong {name} of a Problem", got=f"{count!r} for {self.op}", expected=expected)
+                )
+        if self.op == "moe":
+            if (name := activation(self.activation).name) != self.activation:
+                raise InvalidInput(message("wrong activation of a Problem", got=repr(self.activation), expected=name))
+        elif self.activation:
+            raise InvalidInput(message("wrong activation of a Problem", got=repr(self.activation), expected="none"))
+
+    @property
+    def gated(self) -> bool:
+        """Whether w13 of a moe has two halves, gate and up."""
+        return self.op == "moe" and activation(self.activation).gated
 
     @property
     def label(self) -> str:
-        """A short name for tables: "gemm 4096x14336 bfloat16"."""
-        experts = f" E{self.experts} top{self.top_k} {self.activation}".rstrip() if self.experts else ""
-        return f"{self.op} {self.n}x{self.k} {self.dtype}{experts}"
+        """A short name for tables: "gemm 4096x14336 bfloat16", "moe 768x2048 bfloat16 E128 top8 swiglu"."""
+        experts = f" E{self.experts}" if self.experts else ""
+        routed = f" top{self.top_k} {self.activation}" if self.op == "moe" else ""
+        return f"{self.op} {self.n}x{self.k} {self.dtype}{experts}{routed}"
 
     @property
     def weight_bytes(self) -> int:
         """Packed codes and block scales, as a checkpoint holds them: 9/16 of a byte per weight."""
-        return max(1, self.experts) * self.n * self.k * 9 // 16
+        matrices = 1 if self.op != "moe" else 3 if self.gated else 2
+        return max(1, self.experts) * matrices * self.n * self.k * 9 // 16
 
 
 @dataclass(frozen=True, slots=True)

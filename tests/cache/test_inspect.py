@@ -108,7 +108,7 @@ def test_roofline():
     weight_bytes = 4096 * 8192 // 2 + 4096 * 8192 // 16
     assert roofline_us(problem, 1, limits) == pytest.approx((weight_bytes + 2 * (4096 + 8192)) / 4e6)
     assert roofline_us(problem, 8192, limits) == pytest.approx(2 * 8192 * 4096 * 8192 / 8e8)
-    assert roofline_us(Problem(op="moe", n=64, k=64, experts=8, top_k=2), 1, limits) is None
+    assert roofline_us(Problem(op="moe", n=64, k=64, experts=8, top_k=2, activation="swiglu"), 1, limits) is None
 
 
 def test_report_counts_against_the_roofline(store, fake, kernels):
