@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
+from .moe.activations import activate, activation, constants
+from .moe.routing import local_experts
 from .weights.codec import dequantize
 
-__all__ = ["gemm", "round_once", "scale_input"]
+__all__ = ["gemm", "grouped_gemm", "moe", "round_once", "row_scales", "scale_input"]
 
 BLOCK_BYTES = 64 << 20  # of float64 weights held at a time
 
@@ -61,6 +65,109 @@ def gemm(
         out += bias.double()
     out = out.view(*x.shape[:-1], n)
     return round_once(out, x.dtype) if round_output else out
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    global_scale: Tensor,
+    expert_offsets: Tensor,
+    *,
+    round_output: bool = True,
+) -> Tensor:
+    """Each expert's weight on its own rows of x: `gemm` by groups. Rows that belong to no expert give zeros.
+
+    Parameters
+    ----------
+    x
+        [M, K] bfloat16 or float16, any strides.
+    weight, weight_scale
+        uint8 [E, N, K/2]; float8_e4m3fn or uint8 [E, N, K/16].
+    global_scale
+        float32 [E], [E, 1], or [E, 2]: one for the first half of an expert's rows and one for the second.
+    expert_offsets
+        Integers [E + 1], ascending: rows [offsets[e], offsets[e + 1]) of x are expert e's.
+    round_output
+        As for `gemm`.
+
+    Returns
+    -------
+    [M, N] in x's dtype or float64.
+    """
+    out = torch.zeros((x.shape[0], weight.shape[1]), dtype=torch.float64, device=x.device)
+    for expert, (first, last) in enumerate(pairwise(expert_offsets.tolist())):
+        scale_2 = row_scales(global_scale, expert, weight.shape[1])
+        out[first:last] = gemm(x[first:last], weight[expert], weight_scale[expert], scale_2, round_output=False)
+    return round_once(out, x.dtype) if round_output else out
+
+
+def moe(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor,
+    w13_scale_2: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w2_scale_2: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    activation: str = "swiglu",
+    pre_quant_scale: Tensor | None = None,
+    w2_pre_quant_scale: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    round_output: bool = True,
+) -> Tensor:
+    """A layer of experts: the exact result.
+
+    For every token and each of its experts: a = w13 (x * pre_quant_scale) + bias, times the router's weight if that
+    goes to the input; act(a), rounded once to x's dtype, times w2_pre_quant_scale, rounded again; w2 times that, plus
+    bias, times the router's weight otherwise. The sum over a token's experts is rounded once. Products, sums and the
+    activation are float64. `nvfp4.moe` describes the arguments.
+
+    Returns
+    -------
+    [T, hidden] in x's dtype, or float64 if not `round_output`.
+    """
+    experts, rows, hidden = w13.shape[0], w13.shape[1], w2.shape[1]
+    gated = _gated(activation)
+    values = constants(activation, limit=limit, alpha=alpha, beta=beta)
+    h = scale_input(x, pre_quant_scale)
+    out = torch.zeros((x.shape[0], hidden), dtype=torch.float64, device=x.device)
+    local = local_experts(topk_ids, experts, expert_map)
+    for expert in range(experts):
+        token, slot = (local == expert).nonzero(as_tuple=True)
+        router = topk_weights[token, slot].double().unsqueeze(1)
+        bias = None if w13_bias is None else w13_bias[expert]
+        scale_2 = row_scales(w13_scale_2, expert, rows)
+        a = gemm(h[token], w13[expert], w13_scale[expert], scale_2, bias, round_output=False)
+        if apply_router_weight_on_input:
+            a *= router
+        g, u = a.chunk(2, dim=1) if gated else (a, None)
+        m = round_once(activate(activation, g, u, values), x.dtype)
+        vector = None if w2_pre_quant_scale is None else w2_pre_quant_scale.expand(experts, -1)[expert]
+        bias = None if w2_bias is None else w2_bias[expert]
+        scale_2 = row_scales(w2_scale_2, expert, hidden)
+        y = gemm(m, w2[expert], w2_scale[expert], scale_2, bias, vector, round_output=False)
+        out.index_add_(0, token, y if apply_router_weight_on_input else y * router)
+    return round_once(out, x.dtype) if round_output else out
+
+
+def row_scales(global_scale: Tensor, expert: int, rows: int) -> Tensor:
+    """float32 [rows]: one expert's global scales ([E], [E, 1] or [E, 2]), each for an equal part of its rows."""
+    own = global_scale.reshape(global_scale.shape[0], -1)[expert].float()
+    return own.repeat_interleave(rows // own.shape[0])
+
+
+def _gated(name: str) -> bool:
+    return activation(name).gated
 
 
 def scale_input(x: Tensor, pre_quant_scale: Tensor | None) -> Tensor:

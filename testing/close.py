@@ -1,4 +1,4 @@
-"""One rule that decides whether a GEMM's result is close enough."""
+"""The rules that decide whether the result of a GEMM, or of a layer of experts, is close enough."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 from ..errors import InvalidInput, message
 from ..kernels.reference import round_once
 
-__all__ = ["assert_gemm_close", "relative_error", "relative_tolerance"]
+__all__ = ["assert_gemm_close", "assert_moe_close", "moe_tolerance", "relative_error", "relative_tolerance"]
 
 ULP = 2.0**-23  # of float32 at 1
+MOE_GAIN = 4  # how much an activation enlarges relative errors, with room
 DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}  # significant bits
 # Smallest steps that count. Subnormal results of bfloat16 and float32 may be flushed: hardware and libraries do.
 SMALLEST = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-25, torch.float32: 2.0**-126}
@@ -79,20 +80,87 @@ def assert_gemm_close(got: Tensor, ref: Tensor, *, k: int, dtype: torch.dtype, m
         [M, N] sum of |x| * |w| (plus |bias|). By default estimated from the norms of ref's rows and columns, as for
         random data; pass it where terms cancel or scales differ by much.
     """
-    if ref.dtype != torch.float64:
-        raise InvalidInput(
-            message(
-                "ref is rounded", got=ref.dtype, expected="float64", do="call reference.gemm(..., round_output=False)"
-            )
-        )
-    assert got.shape == ref.shape, f"shape: got {tuple(got.shape)}, expected {tuple(ref.shape)}"
-    assert got.dtype == dtype, f"dtype: got {got.dtype}, expected {dtype}"
+    _check_form(got, ref, dtype)
     if got.numel() == 0:
         return
     got, ref = got.reshape(-1, got.shape[-1]), ref.reshape(-1, ref.shape[-1])
     magnitude = _typical_magnitude(ref, k) if magnitude is None else magnitude.double().reshape(ref.shape)
-    half_unit = (ref.abs() * 2.0 ** -DIGITS[dtype]).clamp_min(SMALLEST[dtype])
-    allowed = half_unit + (k + 16) * ULP * magnitude
+    tolerance = relative_tolerance(ref, k=k, dtype=dtype, magnitude=magnitude)
+    _compare(got, ref, tolerance, (k + 16) * ULP * magnitude, f"k={k}, {dtype}")
+
+
+def moe_tolerance(ref: Tensor, *, hidden: int, inter: int, top_k: int, dtype: torch.dtype) -> float:
+    """The largest relative error (Frobenius) that a right kernel shows; `assert_moe_close` derives it."""
+    norm = float(torch.linalg.vector_norm(ref))
+    if norm == 0:
+        return 0.0
+    rounding = relative_error(round_once(ref, dtype), ref)
+    first = MOE_GAIN * 2 * ULP * (math.sqrt(hidden) + hidden / 32 + 4)
+    terms = inter * top_k
+    return math.sqrt(rounding**2 + first * _unit(dtype)) + 2 * ULP * (math.sqrt(terms) + inter / 32 + top_k + 4)
+
+
+def assert_moe_close(got: Tensor, ref: Tensor, *, hidden: int, inter: int, top_k: int, dtype: torch.dtype) -> None:
+    """Raise AssertionError unless `got` is `ref` up to float32 accumulation and the roundings that moe has.
+
+    The bound on the relative error (Frobenius norm) is
+
+        sqrt(e_round^2 + e_first * unit) + 2 * 2^-23 * (sqrt(inter * top_k) + inter/32 + top_k + 4)
+
+    - e_round and the last term are those of `assert_gemm_close`, for the second product.
+    - The first product errs by e = 2 * 2^-23 * (sqrt(hidden) + hidden/32 + 4) in the same way; e_first is four times
+      as much, for the activation enlarges relative errors, by up to 2 where it squares or multiplies.
+    - The activation's result is rounded to `dtype`. An error e before it puts one value in unit / e of them on the
+      other side of a rounding boundary, and then changes it by a whole unit 2^-7 (bfloat16) or 2^-10: a root mean
+      square of sqrt(e * unit), which is independent of the last rounding.
+
+    A further rounding to bfloat16 (of the pre-activation, of an expert's result) brings the error to 2.3e-3 or more
+    and fails for `hidden` below about 4096.
+
+    Each element must also satisfy |got - ref| <= half a unit of `dtype` at ref + (unit + (inter * top_k + 16) *
+    2^-23) * magnitude: the worst case, in which every value between the products moved by a unit. The magnitude is
+    estimated from the norms of ref's rows and columns.
+
+    Parameters
+    ----------
+    got
+        [T, hidden] in `dtype`.
+    ref
+        [T, hidden] float64, not rounded: `reference.moe(..., round_output=False)`.
+    hidden, inter, top_k
+        Of the problem.
+    dtype
+        Of x and of the result.
+    """
+    _check_form(got, ref, dtype)
+    if got.numel() == 0:
+        return
+    tolerance = moe_tolerance(ref, hidden=hidden, inter=inter, top_k=top_k, dtype=dtype)
+    terms = inter * top_k
+    slack = (_unit(dtype) + (terms + 16) * ULP) * _typical_magnitude(ref, terms)
+    _compare(got, ref, tolerance, slack, f"hidden={hidden}, inter={inter}, top_k={top_k}, {dtype}")
+
+
+def _unit(dtype: torch.dtype) -> float:
+    """The widest distance between two neighbours, relative to them."""
+    return 2.0 ** (1 - DIGITS[dtype])
+
+
+def _check_form(got: Tensor, ref: Tensor, dtype: torch.dtype) -> None:
+    if ref.dtype != torch.float64:
+        raise InvalidInput(
+            message(
+                "ref is rounded", got=ref.dtype, expected="float64", do="call the reference with round_output=False"
+            )
+        )
+    assert got.shape == ref.shape, f"shape: got {tuple(got.shape)}, expected {tuple(ref.shape)}"
+    assert got.dtype == dtype, f"dtype: got {got.dtype}, expected {dtype}"
+
+
+def _compare(got: Tensor, ref: Tensor, tolerance: float, slack: Tensor, what: str) -> None:
+    """Both bounds: `tolerance` on the whole, half a unit and `slack` on each element."""
+    half_unit = (ref.abs() * 2.0 ** -DIGITS[got.dtype]).clamp_min(SMALLEST[got.dtype])
+    allowed = half_unit + slack
     excess = (got.double() - ref).abs() / allowed
     excess = torch.where(torch.isnan(excess), math.inf, excess)
     worst = int(excess.argmax())
@@ -102,10 +170,9 @@ def assert_gemm_close(got: Tensor, ref: Tensor, *, k: int, dtype: torch.dtype, m
         f"{float(excess[row, column]):.3g} times its bound"
     )
     error = relative_error(got, ref)
-    tolerance = relative_tolerance(ref, k=k, dtype=dtype, magnitude=magnitude)
-    assert error <= tolerance, f"relative error {error:.4g} above {tolerance:.4g} (k={k}, {dtype}); {at}"
+    assert error <= tolerance, f"relative error {error:.4g} above {tolerance:.4g} ({what}); {at}"
     wrong = int((excess > 1).sum())
-    assert wrong == 0, f"{wrong} of {got.numel()} elements out of bounds (k={k}, {dtype}); {at}"
+    assert wrong == 0, f"{wrong} of {got.numel()} elements out of bounds ({what}); {at}"
 
 
 def _typical_magnitude(ref: Tensor, k: int) -> Tensor:
