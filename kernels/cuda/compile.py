@@ -23,7 +23,7 @@ import msgspec
 from ...errors import BuildError, message
 from . import program_cache
 
-__all__ = ["Compiled", "compile_cuda", "cuda_sources"]
+__all__ = ["ARCHITECTURES", "Compiled", "compile_cuda", "cuda_sources", "known_architecture"]
 
 # Architectures whose own instructions (wgmma, tcgen05, block-scaled mma, conversions from e2m1) need the "a" targets.
 # Their code runs on that very capability only; a cubin is made for one device anyway.
@@ -39,7 +39,8 @@ ARCHITECTURES = {
 }
 
 # no_source_include: without it NVRTC looks for headers in the process's current folder first.
-OPTIONS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"], "no_source_include": True}
+# no_cache: what NVRTC takes from its own cache comes without the words of ptxas.
+OPTIONS: dict[str, Any] = {"std": "c++17", "ptxas_options": ["-v"], "no_source_include": True, "no_cache": True}
 
 HERE = Path(__file__).parent  # what several kernels include lies here
 
@@ -89,7 +90,7 @@ def compile_cuda(
         The compiler refused, with its first errors; there is no such kernel in the source; or NVRTC is missing or does
         not know the architecture.
     """
-    arch = _arch(capability)
+    arch = known_architecture(capability)
     macros = sorted((defines or {}).items())
     key = _key(source, arch, entry, macros)
     stored = program_cache.load(key)
@@ -116,7 +117,14 @@ def _places(source: Path) -> tuple[Path, Path]:
     return source.parent, HERE
 
 
-def _arch(capability: tuple[int, int]) -> str:
+def known_architecture(capability: tuple[int, int]) -> str:
+    """What is compiled for: "sm_90a".
+
+    Raises
+    ------
+    BuildError
+        NVRTC is missing, or does not know it.
+    """
     major, minor = capability
     plain = f"sm_{major}{minor}"
     if 10 * major + minor not in _known():

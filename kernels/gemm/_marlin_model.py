@@ -111,13 +111,13 @@ def wanted_blocks(device: Device, problem: Problem, c: MarlinConfig) -> int:
 
 def fits(device: Device, problem: Problem, c: MarlinConfig) -> Verdict:
     """Work for every warp and multiprocessor, and no more registers and shared memory than there are."""
+    if not MIN_WARPS <= c.warps <= MAX_WARPS:
+        return Verdict.no(f"{c.warps} warps a block; {MIN_WARPS} to {MAX_WARPS} are useful")
     chunks, rest = divmod(padded(problem.k) // 64, c.chunk)
     if rest:
         return Verdict.no(f"K = {problem.k} does not divide into chunks of {c.chunk} x 64")
     if chunks < c.split * c.k_groups:
         return Verdict.no(f"K = {problem.k} has too few chunks for {c.split * c.k_groups} warps along it")
-    if not MIN_WARPS <= c.warps <= MAX_WARPS:
-        return Verdict.no(f"{c.warps} warps a block; {MIN_WARPS} to {MAX_WARPS} are useful")
     if c.split > 2 and row_tiles(problem, c) >= device.units:
         return Verdict.no(
             f"{row_tiles(problem, c)} tiles fill the device: {c.split} blocks along K would only add work"

@@ -298,6 +298,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) marlin(const 
         // (H200, 2026-11: without this wait, wrong sums where many small stages were in flight.)
         auto refill = [&](u32 loaded) {
             const bool returned = __all_sync(0xffffffffu, (loaded & never) == 0);
+            __syncwarp();
             if (SHARED_X && elect_one()) barrier_arrive(x_free + x_slot * 8);
             if (i + C::stages < mine && returned) {
                 Weights::load(weights, stage, bar);

@@ -14,6 +14,7 @@ A tile is any multiple of 16 rows, so that a grid can be just as large as the de
 from __future__ import annotations
 
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -113,10 +114,24 @@ class Marlin(Kernel):
 
 @cache
 def _default(device: Device, problem: Problem, tokens: int) -> MarlinConfig:
+    """Of a part of the space, which all but contains the best and is searched in about ten milliseconds."""
     kernel = Marlin()
-    valid = (
-        c for c in kernel.space(device, problem) if c.tokens == tokens and kernel.is_valid(device, problem, c, tokens)
-    )
+    copy, meet = ("bulk", "cluster") if device.capability >= (9, 0) else ("async", "memory")
+    names = ("subtiles", "row_groups", "k_groups", "chunk", "stages", "split")
+    choices = kernel.space(device, problem).choices
+    part = {name: choices[name] for name in names} | {"subtiles": (1, 2, 4, 8)}
+    valid = []
+    for values in product(*part.values()):
+        c = MarlinConfig(
+            tokens=tokens,
+            copy=copy,
+            meet="memory" if values[-1] == 1 else meet,
+            **dict(zip(names, values, strict=True)),
+        )
+        if fits(device, problem, c):
+            valid.append(c)
+    if not valid:  # the part may be empty where the space is not
+        valid = [c for c in kernel.space(device, problem) if kernel.is_valid(device, problem, c, tokens)]
     return min(valid, key=lambda c: predicted_us(device, problem, c, tokens))
 
 
