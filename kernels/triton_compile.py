@@ -12,6 +12,7 @@ import importlib
 import os
 import struct
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -115,16 +116,46 @@ def _program(source: Source, result: Any) -> TritonProgram:
 
 
 def _key(source: Source, options: Options) -> str:
-    """Over everything that decides the machine code: sources and constants through Triton's own hashes."""
+    """Over everything that decides the machine code.
+
+    Triton's own hash of a kernel is not used: it depends on which other kernels, with functions in common, the process
+    has asked for before (3.6 and 3.7), so that a process may not find what another one has compiled.
+    """
     import triton
     from triton.compiler import make_backend
 
     native: Any = importlib.import_module("triton._C.libtriton")
-    ast = _ast(source)
-    parsed: Any = make_backend(_target(source)).parse_options({**dict(options), **ast.parse_options()})
+    extra = _ast(source).parse_options()
+    parsed: Any = make_backend(_target(source)).parse_options({**dict(options), **extra})
     settings = sorted(native.get_cache_invalidating_env_vars().items()), [os.environ.get(name, "") for name in TOOLS]
-    parts = (FORMAT, "triton", triton.__version__, source[1], ast.hash(), parsed.hash(), settings)
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+    kernel, capability, types, constants, aligned = source
+    signature = (kernel.__name__, capability, types, constants, aligned)
+    digest = hashlib.sha256(repr((FORMAT, "triton", triton.__version__, signature, parsed.hash(), settings)).encode())
+    for name, text, values in _modules(kernel):
+        digest.update(f"\0{name}\0{len(text)}\0{values!r}\0".encode() + text)
+    return digest.hexdigest()
+
+
+def _modules(kernel: Any) -> list[tuple[str, bytes, list[tuple[str, Any]]]]:
+    """The modules that a kernel's functions may be from: name, text, and the constants that Triton sees as globals.
+
+    Which of them the kernel calls is not asked: a change anywhere in these files compiles it again.
+    """
+    from triton import JITFunction
+    from triton.language import constexpr
+
+    found: dict[str, tuple[str, bytes, list[tuple[str, Any]]]] = {}
+    waiting = [kernel]
+    while waiting:
+        function = waiting.pop().fn
+        name = function.__module__
+        if name in found or name.partition(".")[0] == "triton":  # whose version is in the key
+            continue
+        names = sorted(function.__globals__.items(), key=lambda item: item[0])
+        values = [(key, value.value) for key, value in names if isinstance(value, constexpr)]
+        found[name] = (name.rpartition(".")[2], Path(function.__code__.co_filename).read_bytes(), values)
+        waiting += [value for _, value in names if isinstance(value, JITFunction)]
+    return [found[name] for name in sorted(found)]
 
 
 def _ast(source: Source) -> Any:

@@ -91,6 +91,55 @@ def test_what_decides_the_machine_code(compilations, change):
     assert len(compilations) == 2
 
 
+KERNELS = """
+import triton
+import triton.language as tl
+from helper_of_test import one
+
+N = tl.constexpr(2)
+
+@triton.jit
+def kernel(x_ptr):
+    tl.store(x_ptr, one(N))
+
+@triton.jit
+def other(x_ptr):
+    tl.store(x_ptr, one(N) + 1)
+"""
+HELPER = """
+import triton
+import triton.language as tl
+
+M = tl.constexpr(1)
+
+@triton.jit
+def one(x):
+    return x + M
+"""
+PRINT_KEY = """
+import sys
+from nvfp4.kernels.triton_compile import _key
+import kernels_of_test
+for name in sys.argv[1:]:
+    key = _key((getattr(kernels_of_test, name), (9, 0), (("x_ptr", "*i32"),), (), ()), ())
+print(key)
+"""
+
+
+def test_sources_decide_and_what_was_asked_for_before_does_not(tmp_path):
+    def key(*names):
+        environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+        command = [sys.executable, "-c", PRINT_KEY, *names]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
+
+    (tmp_path / "kernels_of_test.py").write_text(KERNELS)
+    (tmp_path / "helper_of_test.py").write_text(HELPER)
+    first = key("kernel")
+    assert key("other") != first and key("other", "kernel") == first
+    (tmp_path / "helper_of_test.py").write_text(HELPER.replace("constexpr(1)", "constexpr(3)"))
+    assert key("kernel") != first
+
+
 def test_settings_of_triton_that_change_the_machine_code(compilations, monkeypatch):
     finish()
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")
