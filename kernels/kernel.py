@@ -14,14 +14,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from .problem import Device, Problem, Verdict
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 __all__ = ["Config", "Kernel", "Launcher", "Space", "implementation_hash"]
 
@@ -33,7 +30,8 @@ __all__ = ["Config", "Kernel", "Launcher", "Space", "implementation_hash"]
 #   bias             [N] in x's dtype or float32, contiguous, or None
 #   pre_quant_scale  [K] in x's dtype, contiguous, or None
 #   out              [M, N] in x's dtype, contiguous; every element is written
-Launcher = Callable[["Tensor", "Tensor", "Tensor | None", "Tensor", "Tensor | None", "Tensor | None", "Tensor"], None]
+# Those of the other ops take what `kernels.moe.arguments` says, so the type leaves it open.
+Launcher = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

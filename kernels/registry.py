@@ -1,4 +1,4 @@
-"""Finds the kernels: every module under `kernels/gemm/` with a `KERNEL`, and what other packages offer.
+"""Finds the kernels: every module of `kernels/gemm/` and `kernels/moe/` with a `KERNEL`, and what other packages offer.
 
 There is no central list and no priority order; order comes from measurements. Other packages register through the
 entry point group "nvfp4.kernels" (each entry point loads a Kernel instance). NVFP4_KERNELS may name further modules,
@@ -16,10 +16,11 @@ from importlib.metadata import entry_points
 
 from ..errors import InvalidInput, message
 from .kernel import Kernel
+from .problem import OPS
 
-__all__ = ["get", "kernels"]
+__all__ = ["OPS", "get", "kernels"]
 
-OPS = ("gemm",)
+FOLDERS = ("gemm", "moe")
 
 
 @cache
@@ -35,11 +36,11 @@ def _all() -> dict[str, Kernel]:
 
 
 def _discover() -> Iterator[Kernel]:
-    for op in OPS:
-        package = importlib.import_module(f".{op}", __package__)
+    for folder in FOLDERS:
+        package = importlib.import_module(f".{folder}", __package__)
         for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda i: i.name):
             if not info.name.startswith("_"):
-                kernel = getattr(importlib.import_module(f".{op}.{info.name}", __package__), "KERNEL", None)
+                kernel = getattr(importlib.import_module(f".{folder}.{info.name}", __package__), "KERNEL", None)
                 if kernel is not None:
                     yield kernel
     for point in entry_points(group="nvfp4.kernels"):

@@ -1,7 +1,7 @@
-"""What every gemm kernel must do, as functions: any test suite can call them with its own kernels and devices.
+"""What every kernel must do, as functions: any test suite can call them with its own kernels and devices.
 
 `check` runs one candidate on one problem and M with inputs that have broken kernels before, and compares with the exact
-reference. `check_exact` runs every code with every block scale, and wants equality.
+reference. `check_exact` runs every code with every block scale through a gemm kernel, and wants equality.
 """
 
 from __future__ import annotations
@@ -9,19 +9,20 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels import reference
-from ..kernels.kernel import Kernel, Launcher
-from ..kernels.problem import Device, Problem
+from ..kernels.kernel import Kernel
+from ..kernels.moe.activations import ACTIVATIONS
+from ..kernels.problem import DTYPES, Device, Problem
 from ..kernels.weights.codec import pack_codes
 from ..kernels.weights.layouts import to_layout
-from .close import assert_gemm_close
+from .experts import GroupedCase, MoeCase, experts_case
+from .gemm import GemmCase
 
 __all__ = ["GLOBAL_SCALES", "H200", "MS", "candidates", "check", "check_exact", "problems"]
 
@@ -42,13 +43,29 @@ H200 = Device(
     memory_bytes=150_000_000_000,
 )
 
+# experts, top_k, inter x hidden: one expert, more experts than pairs, sizes that are no multiple of a tile or a step.
+EXPERTS = ((1, 1, 16, 16), (4, 2, 48, 96), (8, 3, 80, 48), (40, 2, 272, 64), (3, 1, 32, 304))
+
 GUARD = 256  # elements before and after `out` that must keep their bytes
 
 
-def problems(*, max_weights: int | None = None) -> list[Problem]:
-    """Problems of awkward sizes, in both dtypes; those of at most `max_weights` weights."""
-    shapes = [(n, k) for n, k in SHAPES if max_weights is None or n * k <= max_weights]
-    return [Problem(n=n, k=k, dtype=dtype) for n, k in shapes for dtype in ("bfloat16", "float16")]
+def problems(op: str = "gemm", *, max_weights: int | None = None) -> list[Problem]:
+    """Problems of awkward sizes, in both dtypes; those of at most `max_weights` weights (of one expert)."""
+    if op == "gemm":
+        found = [Problem(n=n, k=k, dtype=dtype) for n, k in SHAPES for dtype in DTYPES]
+    elif op == "grouped_gemm":
+        sizes = [(experts, n, k) for experts, (n, k) in zip((1, 3, 8, 40, 4), SHAPES[:5], strict=True)]
+        found = [Problem(op=op, n=n, k=k, experts=e, dtype=dtype) for e, n, k in sizes for dtype in DTYPES]
+    else:
+        found = [
+            Problem(op=op, n=n, k=k, experts=e, top_k=top_k, activation=entry.name, dtype=DTYPES[i % 2])
+            for i, (entry, (e, top_k, n, k)) in enumerate(
+                (entry, EXPERTS[(turn + 2 * half) % len(EXPERTS)])
+                for turn, entry in enumerate(ACTIVATIONS)
+                for half in range(2)
+            )
+        ]
+    return [problem for problem in found if max_weights is None or problem.n * problem.k <= max_weights]
 
 
 def candidates(kernel: Kernel, device: Device, problem: Problem, m: int, *, sampled: int, seed: int) -> list[Any]:
@@ -88,7 +105,8 @@ def check(
 
     The seed decides which of these an input has: global scale per row (one of them subnormal), pre_quant_scale, bias in
     x's dtype or float32, strided rows of x, negative block scales. Always: every code, subnormal and zero block scales,
-    rows of zero weights, one NaN row of x (M > 1), NaN beside and behind x, NaN in `out` before the call.
+    rows of zero weights, one NaN row of x (M > 1), NaN beside and behind x, NaN in `out` before the call. Experts also
+    meet what `GroupedCase` and `MoeCase` say, and workspaces that are full of NaN.
 
     Parameters
     ----------
@@ -109,20 +127,23 @@ def check(
         Wrong values, values in a wrong place, changed inputs, bytes written outside `out`, or two runs that differ
         although the kernel says that it is deterministic.
     """
-    inputs = _Inputs.random(problem, m, seed, torch_device)
+    case: GemmCase | GroupedCase | MoeCase
+    if problem.op == "gemm":
+        case = GemmCase.random(problem, m, seed, torch_device, kernel.layout(device, problem))
+    else:
+        case = experts_case(problem, m, seed, torch_device)
     launcher = kernel.build(device, problem, config)
-    arguments = inputs.arguments(kernel.layout(device, problem))
-    before = [_bytes(t).clone() for t in (inputs.x_buffer, *arguments) if t is not None]
-    out = _run(launcher, inputs.x, arguments, problem.n)
+    before = [_bytes(tensor).clone() for tensor in case.tensors()]
+    out = _run(lambda out: case.launch(launcher, out), case.shape, case.x)
     what = f"{kernel.name} {config.to_json()} on {problem.label}, M = {m}, seed {seed}"
-    for tensor, copy in zip((t for t in (inputs.x_buffer, *arguments) if t is not None), before, strict=True):
+    for tensor, copy in zip(case.tensors(), before, strict=True):
         assert torch.equal(_bytes(tensor), copy), f"{what}: an input {tuple(tensor.shape)} {tensor.dtype} was changed"
     try:
-        inputs.compare(out)
+        case.compare(out)
     except AssertionError as error:
         raise AssertionError(f"{what}: {error}") from error
     if repeat and kernel.deterministic:
-        again = _run(launcher, inputs.x, arguments, problem.n)
+        again = _run(lambda out: case.launch(launcher, out), case.shape, case.x)
         assert torch.equal(_bytes(again), _bytes(out)), f"{what}: two runs differ"
 
 
@@ -179,7 +200,8 @@ def check_exact(
         x[: 16 - start, start:16].fill_diagonal_(1)
         global_scale = torch.tensor([value], device=torch_device)
         packed = to_layout(weight, scale, global_scale, layout_id=kernel.layout(device, problem))
-        out = _run(launcher, x, (packed.data, packed.scale, packed.global_scale, None, None), n)
+        tensors = (x, packed.data, packed.scale, packed.global_scale, None, None)
+        out = _run(lambda out, tensors=tensors: launcher(*tensors, out), (m, n), x)  # type: ignore[misc]
         right = reference.gemm(x, weight, scale, global_scale)
         wrong = (out != right).nonzero()
         if len(wrong):
@@ -192,98 +214,14 @@ def check_exact(
             )
 
 
-_Arguments = tuple[Tensor, Tensor | None, Tensor, Tensor | None, Tensor | None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Inputs:
-    """One random input of a problem."""
-
-    x_buffer: Tensor  # [M + 1, stride], NaN outside x
-    x: Tensor  # [M, K], a view of it
-    nan_row: int | None
-    weight: Tensor  # checkpoint form
-    scale: Tensor
-    global_scale: Tensor
-    bias: Tensor | None
-    pre_quant_scale: Tensor | None
-
-    @staticmethod
-    def random(problem: Problem, m: int, seed: int, device: torch.device) -> _Inputs:
-        per_row, pre_quant, strided, signed = (bool(seed >> bit & 1) for bit in range(4))
-        bias_dtype = (None, getattr(torch, problem.dtype), torch.float32)[seed % 3]
-        n, k, dtype = problem.n, problem.k, getattr(torch, problem.dtype)
-        g = torch.Generator().manual_seed(seed)
-        x_buffer = torch.full((m + 1, k + 24 if strided else k), math.nan, dtype=dtype)
-        row_size = torch.exp2(torch.randint(-4, 5, (m, 1), generator=g))
-        x_buffer[:m, :k] = (torch.randn(m, k, generator=g) * row_size).to(dtype)
-        nan_row = int(torch.randint(m, (), generator=g)) if m > 1 else None
-        if nan_row is not None:
-            x_buffer[nan_row, :k] = math.nan
-        base = 1 / (200 * math.sqrt(k))  # results near 1, far from the largest float16
-        global_scale = torch.full((1,), base)
-        if per_row:
-            global_scale = base * 10 ** (-3 * torch.rand(n, generator=g))
-            global_scale[seed % n] = 1e-38  # subnormal
-        x_buffer = x_buffer.to(device)
-        return _Inputs(
-            x_buffer=x_buffer,
-            x=x_buffer[:m, :k],
-            nan_row=nan_row,
-            weight=torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, generator=g).to(device),
-            scale=_random_scales(n, k // 16, seed, signed, g).to(device),
-            global_scale=global_scale.to(device),
-            bias=torch.randn(n, generator=g).to(bias_dtype).to(device) if bias_dtype is not None else None,
-            pre_quant_scale=(0.5 + torch.rand(k, generator=g)).to(dtype).to(device) if pre_quant else None,
-        )
-
-    def arguments(self, layout_id: str) -> _Arguments:
-        """What follows x in a launcher's call."""
-        packed = to_layout(self.weight, self.scale, self.global_scale, layout_id=layout_id)
-        return packed.data, packed.scale, packed.global_scale, self.bias, self.pre_quant_scale
-
-    def compare(self, out: Tensor) -> None:
-        rows = [row for row in range(out.shape[0]) if row != self.nan_row]
-        x = self.x[rows]
-        if self.nan_row is not None:
-            assert bool(out[self.nan_row].isnan().all()), f"row {self.nan_row} of x is NaN, its results are not"
-        ref = reference.gemm(
-            x, self.weight, self.scale, self.global_scale, self.bias, self.pre_quant_scale, round_output=False
-        )
-        magnitude = reference.gemm(
-            x.abs(),
-            self.weight & 0x77,
-            self.scale & 0x7F,
-            self.global_scale,
-            None if self.bias is None else self.bias.abs(),
-            self.pre_quant_scale,
-            round_output=False,
-        )
-        assert_gemm_close(out[rows], ref, k=x.shape[1], dtype=x.dtype, magnitude=magnitude)
-
-
-def _random_scales(n: int, groups: int, seed: int, signed: bool, g: torch.Generator) -> Tensor:
-    """[n, groups] e4m3 bytes. Rows take turns: subnormal, all finite ones, common ones, zero.
-
-    Subnormal scales need rows of their own: beside large ones their products would be lost in the rounding.
-    """
-    kind = ((torch.arange(n) + seed) % 4).unsqueeze(1)
-    low = torch.tensor([0x00, 0x00, 0x28, 0x00])[kind]
-    high = torch.tensor([0x08, 0x7E, 0x58, 0x00])[kind]
-    scales = low + (torch.rand(n, groups, generator=g) * (high - low + 1)).long().clamp_max(high - low)
-    if signed:
-        scales |= torch.randint(0, 2, (n, groups), generator=g) << 7
-    return scales.to(torch.uint8)
-
-
-def _run(launcher: Launcher, x: Tensor, arguments: _Arguments, n: int) -> Tensor:
+def _run(launch: Callable[[Tensor], None], shape: tuple[int, int], x: Tensor) -> Tensor:
     """Call into the middle of a poisoned buffer; a copy of the result."""
-    m = x.shape[0]
-    buffer = torch.full((GUARD + m * n + GUARD,), math.nan, dtype=x.dtype, device=x.device)
-    buffer[:GUARD] = buffer[GUARD + m * n :] = 1.5
-    out = buffer[GUARD : GUARD + m * n].view(m, n)
-    launcher(x, *arguments, out)
-    guards = torch.cat([buffer[:GUARD], buffer[GUARD + m * n :]])
+    size = math.prod(shape)
+    buffer = torch.full((GUARD + size + GUARD,), math.nan, dtype=x.dtype, device=x.device)
+    buffer[:GUARD] = buffer[GUARD + size :] = 1.5
+    out = buffer[GUARD : GUARD + size].view(shape)
+    launch(out)
+    guards = torch.cat([buffer[:GUARD], buffer[GUARD + size :]])
     assert bool((guards == 1.5).all()), "something was written before or after out"
     return out.clone()
 

@@ -111,8 +111,9 @@ class GroupedCase:
         return [self.x, self.weight, self.scale, self.global_scale, self.offsets]
 
     def launch(self, launcher: GroupedLauncher, out: Tensor) -> None:
-        """Call it."""
-        launcher(self.x, self.weight, self.scale, self.global_scale, self.offsets, out)
+        """Call it; what it allocates is poisoned."""
+        with poisoned():
+            launcher(self.x, self.weight, self.scale, self.global_scale, self.offsets, out)
 
     def compare(self, out: Tensor) -> None:
         """Raise AssertionError unless this is the result."""
@@ -219,8 +220,9 @@ class MoeCase:
         )
 
     def launch(self, launcher: MoeLauncher, out: Tensor) -> None:
-        """Call it."""
-        launcher(self.arguments, out)
+        """Call it; what it allocates is poisoned."""
+        with poisoned():
+            launcher(self.arguments, out)
 
     def reference(self, **changed: Any) -> Tensor:
         """Float64 [T, hidden]; `changed` replaces options."""

@@ -105,19 +105,19 @@ def sort_pairs(
 def find_tile(offsets_ptr, tile, experts, rows, PADDED: tl.constexpr, BM: tl.constexpr):
     """Which rows a tile has: expert, first row, and the row behind the expert's last.
 
-    Tiles of BM rows are numbered expert by expert. Rows behind the last expert's are numbered as those of one more,
-    `experts`; tiles beyond them get experts + 1. PADDED is above `experts`. Offsets that descend or exceed `rows`
-    never lead outside [0, rows].
+    Tiles of BM rows are numbered expert by expert, in the order of rows. Those before the first expert's rows belong
+    to expert -1, those behind the last one's to expert `experts`, and tiles beyond all rows to experts + 1. PADDED is
+    above experts + 1. Offsets that descend or lie outside [0, rows] never lead there.
     """
-    every = tl.arange(0, PADDED)
-    begin = tl.load(offsets_ptr + every, mask=every <= experts, other=rows)
-    end = tl.load(offsets_ptr + every + 1, mask=every < experts, other=rows)
-    begin = tl.minimum(tl.maximum(begin, 0), rows)
+    group = tl.arange(0, PADDED)  # expert + 1
+    begin = tl.load(offsets_ptr + group - 1, mask=(group > 0) & (group <= experts + 1), other=0)
+    end = tl.load(offsets_ptr + group, mask=group <= experts, other=rows)
+    begin = tl.where(group <= experts + 1, tl.minimum(tl.maximum(begin, 0), rows), rows)
     end = tl.minimum(tl.maximum(end, begin), rows)
     tiles = (end - begin + (BM - 1)) // BM
     upper = tl.cumsum(tiles, axis=0)
-    expert = tl.sum((upper <= tile).to(tl.int32), axis=0)
-    here = every == expert
+    found = tl.sum((upper <= tile).to(tl.int32), axis=0)
+    here = group == found
     first = tl.sum(tl.where(here, begin + (tile - (upper - tiles)) * BM, 0), axis=0)
     last = tl.sum(tl.where(here, end, 0), axis=0)
-    return tl.minimum(expert, experts + 1), first, last
+    return tl.minimum(found - 1, experts + 1), first, last

@@ -1,4 +1,4 @@
-"""Every registered gemm kernel against the exact reference, as far as this process can run it.
+"""Every registered kernel against the exact reference, as far as this process can run it.
 
 CPU kernels run here; Triton kernels when TRITON_INTERPRET=1 (then CPU kernels do not, as the interpreter's process is
 for Triton only); everything else on a GPU, in tests/gpu.
@@ -29,11 +29,11 @@ def skip_reason(kernel) -> str:
         return "" if "triton" in kernel.packages else "TRITON_INTERPRET=1: only Triton kernels run in this process"
     if "triton" in kernel.packages:
         return "Triton kernels need TRITON_INTERPRET=1 here, or a GPU (tests/gpu)"
-    verdict = kernel.supports(DEVICE, Problem(n=128, k=128))
+    verdict = kernel.supports(DEVICE, conformance.problems(kernel.op)[-1])
     return verdict.reason
 
 
-ALL = registry.kernels("gemm")
+ALL = [kernel for op in registry.OPS for kernel in registry.kernels(op)]
 HERE = [kernel for kernel in ALL if not skip_reason(kernel)]
 NOT_HERE = [kernel for kernel in ALL if skip_reason(kernel)]
 
@@ -52,13 +52,17 @@ def name(value) -> str:
 
 
 def cases():
-    """(problem, Ms, index): all Ms natively; in the slow interpreter small problems only, and one or two Ms in turn."""
-    if not INTERPRET:
-        found = [(problem, conformance.MS) for problem in conformance.problems()]
-    else:
-        small = conformance.problems(max_weights=129 * 96)
-        found = [(problem, (MS_TURN[i % 3], conformance.MS[i % 6])) for i, problem in enumerate(small)]
-    return [pytest.param(problem, ms, index, id=problem.label) for index, (problem, ms) in enumerate(found)]
+    """(kernel, problem, Ms, index): all Ms natively; in the slow interpreter small problems, and one or two Ms in turn.
+
+    Layers of experts are several products, so they get one M less.
+    """
+    for kernel in HERE:
+        most = None if not INTERPRET else 129 * 96 if kernel.op == "gemm" else 80 * 48
+        for index, problem in enumerate(conformance.problems(kernel.op, max_weights=most)):
+            ms = conformance.MS
+            if INTERPRET:
+                ms = (MS_TURN[index % 3], conformance.MS[index % 6])[: 2 if kernel.op == "gemm" else 1]
+            yield pytest.param(kernel, problem, ms, index, id=f"{kernel.name}-{problem.label}")
 
 
 @pytest.mark.parametrize("kernel", NOT_HERE, ids=name)
@@ -66,8 +70,7 @@ def test_not_run_here(kernel):
     pytest.skip(f"{kernel.name}: {skip_reason(kernel)}")
 
 
-@pytest.mark.parametrize(("problem", "ms", "index"), cases())
-@pytest.mark.parametrize("kernel", HERE, ids=name)
+@pytest.mark.parametrize(("kernel", "problem", "ms", "index"), list(cases()))
 def test_against_the_reference(kernel, problem, ms, index):
     verdict = kernel.supports(DEVICE, problem)
     if not verdict:
@@ -84,7 +87,7 @@ def test_against_the_reference(kernel, problem, ms, index):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kernel", HERE, ids=name)
+@pytest.mark.parametrize("kernel", [kernel for kernel in HERE if kernel.op == "gemm"], ids=name)
 def test_every_product_is_exact(kernel, dtype):
     sizes = [k for k in (16, 64, 256) if kernel.supports(DEVICE, Problem(n=127, k=k, dtype=dtype))]
     assert sizes, f"{kernel.name} supports no K up to 256"

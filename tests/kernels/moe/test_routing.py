@@ -109,7 +109,7 @@ def test_route_of_anything(data):
 
 @triton.jit
 def tiles(offsets_ptr, out_ptr, experts, rows, BM: tl.constexpr):
-    expert, first, last = find_tile(offsets_ptr, tl.program_id(0), experts, rows, 4, BM)
+    expert, first, last = find_tile(offsets_ptr, tl.program_id(0), experts, rows, 8, BM)
     at = out_ptr + tl.program_id(0) * 3
     tl.store(at, expert)
     tl.store(at + 1, first)
@@ -119,8 +119,8 @@ def tiles(offsets_ptr, out_ptr, experts, rows, BM: tl.constexpr):
 @interpreted
 @pytest.mark.parametrize(
     "offsets",
-    [[0, 3, 3, 40], [0, 0, 0, 0], [0, 16, 32, 50], [0, 60, 7, 200], [-5, 10, 20, 30]],
-    ids=["ascending", "empty", "whole tiles", "descending", "beyond the rows"],
+    [[0, 3, 3, 40], [0, 0, 0, 0], [17, 20, 32, 50], [0, 60, 7, 200], [-5, 10, 20, 30], [50, 50, 50, 50]],
+    ids=["ascending", "empty", "a first row", "descending", "beyond the rows", "empty at the end"],
 )
 def test_tiles_cover_each_expert_s_rows_and_never_others(offsets):
     rows, count = 50, 12
@@ -128,7 +128,7 @@ def test_tiles_cover_each_expert_s_rows_and_never_others(offsets):
     tiles[(count,)](torch.tensor(offsets, dtype=torch.int32), out, 3, rows, BM=16)
     wanted = []
     ends = [min(max(i, 0), rows) for i in offsets]
-    for expert, (begin, end) in enumerate([*pairwise(ends), (ends[3], rows)]):
+    for expert, (begin, end) in enumerate([(0, ends[0]), *pairwise(ends), (ends[3], rows)], start=-1):
         wanted += [(expert, first, end) for first in range(begin, end, 16)]
     assert [tuple(row) for row in out.tolist()][: len(wanted)] == wanted
     assert all(expert == 4 for expert, _, _ in out.tolist()[len(wanted) :])

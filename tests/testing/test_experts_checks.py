@@ -1,0 +1,155 @@
+"""The conformance checks of experts fail kernels that are wrong in the ways that have been seen."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from nvfp4.kernels.moe.cpu_grouped import CpuGrouped
+from nvfp4.kernels.moe.cpu_moe import CpuMoe
+from nvfp4.kernels.problem import Device, Problem
+from nvfp4.testing import assert_moe_close, conformance
+from nvfp4.testing.experts import MoeCase
+
+CPU = Device(kind="cpu", name="test", units=2, l2_bytes=32 << 20)
+MOE = Problem(op="moe", n=48, k=64, experts=4, top_k=2, activation="swiglu")
+GROUPED = Problem(op="grouped_gemm", n=40, k=64, experts=4)
+SEEDS = range(32)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Cases are tiny: on busy cores the barriers between threads cost more than the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Broken:
+    """A right kernel whose launcher gets changed arguments, and whose result is changed."""
+
+    deterministic = False  # one run is enough
+
+    def __init__(self, kernel, change=lambda *a: a, after=lambda out: None):
+        self.kernel, self.change, self.after = kernel, change, after
+
+    def __getattr__(self, name):
+        return getattr(self.kernel, name)
+
+    def build(self, device, problem, config):
+        launcher = self.kernel.build(device, problem, config)
+
+        def launch(*arguments):
+            launcher(*self.change(*arguments[:-1]), arguments[-1])
+            self.after(arguments[-1])
+
+        return launch
+
+
+def check(kernel, problem, seed):
+    conformance.check(kernel, CPU, torch.device("cpu"), problem, kernel.default_config(CPU, problem, 9), 9, seed=seed)
+
+
+def fails_with_some_seed(kernel, problem):
+    for seed in reversed(SEEDS):
+        try:
+            check(kernel, problem, seed)
+        except AssertionError:
+            return
+    raise RuntimeError("no seed notices")
+
+
+def swap_halves(a):
+    half = a.w13.shape[1] // 2
+    return replace(a, w13=a.w13.roll(half, 1), w13_scale=a.w13_scale.roll(half, 1))
+
+
+MOE_CHANGES = {
+    "drops pre_quant_scale": lambda a: (replace(a, pre_quant_scale=None),),
+    "drops w2_pre_quant_scale": lambda a: (replace(a, w2_pre_quant_scale=None),),
+    "swaps gate and up": lambda a: (swap_halves(a),),
+    "drops up's global scale": lambda a: (replace(a, w13_scale_2=a.w13_scale_2[:, :1].contiguous()),),
+    "drops the first bias": lambda a: (replace(a, w13_bias=None),),
+    "drops the second bias": lambda a: (replace(a, w2_bias=None),),
+    "drops the limit": lambda a: (replace(a, constants=(float("inf"), *a.constants[1:])),),
+    "drops router weights": lambda a: (replace(a, topk_weights=torch.ones_like(a.topk_weights)),),
+    "ignores expert_map": lambda a: (replace(a, expert_map=None),),
+    "takes ids beyond the last as the last": lambda a: (replace(a, topk_ids=a.topk_ids.clamp_max(3)),),
+    "takes -1 as the first": lambda a: (replace(a, topk_ids=a.topk_ids.clamp_min(0)),),
+    "reads one expert's second scale for all": lambda a: (
+        replace(a, w2_scale_2=a.w2_scale_2[:1].expand_as(a.w2_scale_2).contiguous()),
+    ),
+    "flushes subnormal block scales": lambda a: (
+        replace(a, w2_scale=torch.where((a.w2_scale & 0x7F) < 0x08, 0, a.w2_scale)),
+    ),
+    "hides NaN of x": lambda a: (replace(a, x=a.x.nan_to_num()),),
+}
+# Rows of subnormal scales are lost beside others in a sum over rows of w13; those of w2 have results of their own.
+
+
+@pytest.mark.parametrize("change", MOE_CHANGES.values(), ids=MOE_CHANGES)
+def test_wrong_moe_is_seen(change):
+    fails_with_some_seed(Broken(CpuMoe(), change), MOE)
+
+
+GROUPED_CHANGES = {
+    "drops the second scale": lambda x, w, s, g, o: (x, w, s, g[:, :1].contiguous(), o),
+    "moves a boundary": lambda x, w, s, g, o: (x, w, s, g, (o + (o > 0) * (o < o[-1]).int())),
+    "gives rows without an expert to the last": lambda x, w, s, g, o: (
+        x,
+        w,
+        s,
+        g,
+        torch.cat([o[:-1], o.new_tensor([x.shape[0]])]),
+    ),
+    "loses the sign of block scales": lambda x, w, s, g, o: (x, w, s & 0x7F, g, o),
+    "hides NaN of x": lambda x, w, s, g, o: (x.nan_to_num(), w, s, g, o),
+}
+
+
+@pytest.mark.parametrize("change", GROUPED_CHANGES.values(), ids=GROUPED_CHANGES)
+def test_wrong_grouped_gemm_is_seen(change):
+    fails_with_some_seed(Broken(CpuGrouped(), change), GROUPED)
+
+
+@pytest.mark.parametrize(("kernel", "problem"), [(CpuMoe(), MOE), (CpuGrouped(), GROUPED)], ids=["moe", "grouped"])
+def test_the_kernels_themselves_pass_and_unwritten_rows_are_seen(kernel, problem):
+    for seed in SEEDS:
+        check(Broken(kernel), problem, seed)
+    fails_with_some_seed(Broken(kernel, after=lambda out: out[-1].fill_(float("nan"))), problem)
+
+
+class Rounds(CpuMoe):
+    """Rounds something to x's dtype that stays in float32."""
+
+    def __init__(self, what):
+        self.what = what
+
+    def build(self, device, problem, config):
+        launcher = super().build(device, problem, config)
+        what = self.what
+
+        class Rounding(type(launcher)):
+            def _second(self, a, ends, pairs, between, results):
+                super()._second(a, ends, pairs, between, results)
+                results.copy_(results.to(a.x.dtype))
+
+        launcher.__class__ = Rounding if what == "an expert's result" else type(launcher)
+        return launcher
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_further_rounding_fails(dtype):
+    problem = Problem(op="moe", n=64, k=64, experts=8, top_k=4, activation="swiglu", dtype=dtype)
+    case = MoeCase.random(problem, 64, 1, torch.device("cpu"), nan=False)
+    case = replace(case, ids=case.ids.clamp(0, 7))
+    ref = case.reference()
+
+    def run(kernel):
+        out = torch.empty(case.shape, dtype=case.x.dtype)
+        case.launch(kernel.build(CPU, problem, kernel.default_config(CPU, problem, 64)), out)
+        assert_moe_close(out, ref, hidden=64, inter=64, top_k=4, dtype=case.x.dtype)
+
+    run(Rounds("nothing"))
+    with pytest.raises(AssertionError, match="relative error"):
+        run(Rounds("an expert's result"))
