@@ -11,19 +11,23 @@ import multiprocessing
 import os
 import signal
 import sys
+import time
 from concurrent.futures import CancelledError, TimeoutError
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from . import registry
+from .cuda import program_cache
+from .cuda.program_cache import Counts
 from .kernel import Config, Kernel
 from .problem import Device, Problem
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
-__all__ = ["BuildPool", "available_cores", "child_setup"]
+__all__ = ["BuildPool", "Built", "available_cores", "child_setup"]
 
 PROCESS_BYTES = 2 << 30  # what a compiling process may take
 BUILD_TIMEOUT_S = 180.0
@@ -33,6 +37,16 @@ MESSAGE_CHARS = 1500
 Job = tuple[str, Device, Problem, str]
 
 log = logging.getLogger("nvfp4.build")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What came of one build."""
+
+    error: str = ""  # the compiler's message; "" when it was built
+    seconds: float = 0.0
+    programs: Counts = field(default_factory=Counts)  # of the folder of compiled programs
+    known: bool = True  # False: the pool broke before an answer came; asking again builds again
 
 
 def child_setup(parent_pid: int) -> None:
@@ -89,23 +103,30 @@ class BuildPool:
         self._timeout_s = timeout_s
         self._pool: ProcessPool | None = None
         self._futures: dict[Job, Any] = {}
-        self._errors: dict[Job, str] = {}
+        self._built: dict[Job, Built] = {}
 
     def submit(self, device: Device, problem: Problem, kernel: Kernel, config: Config) -> None:
         """Start to build a candidate, unless that was asked for before or there is nothing to compile."""
         job = (kernel.name, device, problem, config.to_json())
-        if kernel.packages and job not in self._futures and job not in self._errors:
+        if kernel.packages and job not in self._futures and job not in self._built:
             self._futures[job] = self._start().schedule(_build, args=job, timeout=self._timeout_s)
 
     def wait(self, device: Device, problem: Problem, kernel: Kernel, config: Config) -> str:
         """Wait until a candidate is built; "" when it was, else the compiler's message."""
+        return self.outcome(device, problem, kernel, config).error
+
+    def outcome(self, device: Device, problem: Problem, kernel: Kernel, config: Config) -> Built:
+        """Wait until a candidate is built, and say what that took."""
         if not kernel.packages:
-            return ""
+            return Built()
         job = (kernel.name, device, problem, config.to_json())
-        if job not in self._errors:
+        if job not in self._built:
             self.submit(device, problem, kernel, config)
-            self._errors[job] = self._result(job)
-        return self._errors[job]
+            built = self._result(job)
+            if not built.known:
+                return built
+            self._built[job] = built
+        return self._built[job]
 
     def close(self) -> None:
         """Drop what is not built yet and end all processes."""
@@ -115,22 +136,22 @@ class BuildPool:
         self._pool = None
         self._futures.clear()
 
-    def _result(self, job: Job) -> str:
+    def _result(self, job: Job) -> Built:
         from pebble import ProcessExpired
 
         try:
-            message = self._futures.pop(job).result()
+            built = self._futures.pop(job).result()
         except TimeoutError:
-            return f"the build took longer than {self._timeout_s:.0f} s"
+            return Built(error=f"the build took longer than {self._timeout_s:.0f} s", seconds=self._timeout_s)
         except ProcessExpired as error:
-            return f"the compiler's process died ({describe_exit(error.exitcode)})"
+            return Built(error=f"the compiler's process died ({describe_exit(error.exitcode)})")
         except (BrokenProcessPool, CancelledError) as error:
             # A process died between two builds. Nothing is known about this candidate: its user will build it.
             log.warning("the compile pool broke and is started again: %s", error)
             self.close()
-            return ""
-        assert isinstance(message, str)
-        return message
+            return Built(known=False)
+        assert isinstance(built, Built)
+        return built
 
     def _start(self) -> ProcessPool:
         if self._pool is None or not self._pool.active:
@@ -156,8 +177,15 @@ def describe_exit(code: int | None) -> str:
     return f"exit code {code}"
 
 
-def _build(name: str, device: Device, problem: Problem, text: str) -> str:
-    """In a child: "" or the reason why the candidate cannot be built."""
+def _build(name: str, device: Device, problem: Problem, text: str) -> Built:
+    """In a child."""
+    before, begun = program_cache.counts(), time.perf_counter()
+    error = _try(name, device, problem, text)
+    return Built(error=error, seconds=time.perf_counter() - begun, programs=program_cache.counts().since(before))
+
+
+def _try(name: str, device: Device, problem: Problem, text: str) -> str:
+    """ "" or the reason why the candidate cannot be built."""
     kernel = registry.get(name)
     if kernel is None:
         return f"no kernel named {name!r} in the compiling process"

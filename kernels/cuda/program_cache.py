@@ -10,12 +10,13 @@ import importlib
 import os
 import threading
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...errors import message
 
-__all__ = ["folder", "load", "save"]
+__all__ = ["Counts", "counts", "folder", "load", "open_to_all", "save"]
 
 MAX_BYTES = 1 << 30  # programs that were not read for the longest time go first
 DIGEST_BYTES = 32
@@ -23,6 +24,33 @@ DIGEST_BYTES = 32
 _lock = threading.Lock()
 _open: dict[Path, Any] = {}  # FileStreamProgramCache, or None for a folder that cannot be used
 _warned = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What became of this process's requests."""
+
+    found: int = 0  # loaded
+    saved: int = 0
+    lost: int = 0  # could not be saved
+
+    def since(self, before: Counts) -> Counts:
+        """What came to it after `before`."""
+        return Counts(found=self.found - before.found, saved=self.saved - before.saved, lost=self.lost - before.lost)
+
+
+_counts = Counts()
+
+
+def counts() -> Counts:
+    """How many programs were found and saved so far."""
+    return _counts
+
+
+def _count(*, found: int = 0, saved: int = 0, lost: int = 0) -> None:
+    global _counts
+    with _lock:
+        _counts = Counts(found=_counts.found + found, saved=_counts.saved + saved, lost=_counts.lost + lost)
 
 
 def folder() -> Path:
@@ -51,6 +79,7 @@ def load(key: str) -> bytes | None:
     if hashlib.sha256(value).digest() != digest:
         _warn("a damaged entry")
         return None
+    _count(found=1)
     return value
 
 
@@ -58,11 +87,26 @@ def save(key: str, value: bytes) -> None:
     """Save bytes under a key, for every process; a reader sees all of them or none."""
     programs = _programs()
     if programs is None:
+        _count(lost=1)
         return
     try:
         programs[key] = hashlib.sha256(value).digest() + value
     except OSError as error:
+        _count(lost=1)
         _warn(error)
+        return
+    _count(saved=1)
+
+
+def open_to_all(path: Path) -> None:
+    """Let every user read the programs of a folder that will be shipped; only its owner may write.
+
+    Programs are written for their owner alone, and a folder that a process may not list is of no use to it.
+    """
+    for parent, _, names in os.walk(path):
+        os.chmod(parent, 0o755)
+        for name in names:
+            os.chmod(os.path.join(parent, name), 0o644)
 
 
 def _programs() -> Any | None:
