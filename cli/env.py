@@ -126,4 +126,4 @@ def _state(database: Database) -> str:
 
 def _caches() -> dict[str, str]:
     triton = os.environ.get("TRITON_CACHE_DIR") or Path(os.environ.get("TRITON_HOME") or Path.home(), ".triton/cache")
-    return {"triton cache": str(triton), "cuda cache": str(program_cache.folder())}
+    return {"compiled kernels": str(program_cache.folder()), "triton cache": str(triton)}

@@ -16,6 +16,7 @@ from ..dispatch.warmup import warmup as bind
 from ..errors import Nvfp4Error, message
 from ..kernels.device import describe
 from ..kernels.problem import Problem
+from .offline import build_offline
 from .options import best_device, database_option, device_option, help_style, json_option, problems_of, workload_options
 from .output import Grid, console, print_json
 from .words import problem_words
@@ -35,9 +36,23 @@ class Warm(msgspec.Struct, frozen=True, kw_only=True):
 @help_style
 @workload_options
 @device_option
+@click.option(
+    "--arch",
+    "archs",
+    metavar="LIST",
+    help="Build for these architectures instead, such as sm_90a,sm_120a; no GPU is needed, and nothing is run.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="With --arch: the folder to fill, which NVFP4_KERNEL_CACHE names where the kernels run.",
+)
 @database_option
 @json_option
+@click.pass_context
 def warmup(
+    ctx: click.Context,
     models: tuple[str, ...],
     configs: tuple[Path, ...],
     checkpoints: tuple[Path, ...],
@@ -46,19 +61,38 @@ def warmup(
     tp: int,
     dtype: str | None,
     device: str | None,
+    archs: str | None,
+    output: Path | None,
     db: Path | None,
     as_json: bool,
 ) -> None:
     """Build and run every kernel that the plans of some problems call for; by default of all problems in the database.
 
-    Compiled kernels stay in the compilers' caches on disk, so that a server which starts later finds them there.
+    Compiled kernels stay on disk, so that a server which starts later finds them there.
+
+    With --arch, all that these problems can reach on GPUs which are not here is compiled into a folder: what the plans
+    of such GPUs name, and default configs for problems without a plan. Where the database has no GPU of that
+    architecture, a typical one is assumed: A100 (sm_80), L40S (sm_89), H200 (sm_90a), B200 (sm_100a), RTX PRO 6000 and
+    GeForce RTX 5090 (sm_120a).
 
     \b
     Examples:
       nvfp4 warmup
       nvfp4 warmup --model llama-3.1-8b --device cuda:1
       nvfp4 warmup --checkpoint path/to/model-NVFP4
+      nvfp4 warmup --arch sm_90a,sm_120a --output kernels --db tuned.db
+
+    \b
+    Exit codes: 0 ok; 1 failed, also when a kernel does not compile; 2 usage;
+    3 no usable device; 130 interrupted, what was compiled is kept.
     """
+    if archs is None and output is not None:
+        raise click.UsageError("--output goes with --arch")
+    if archs is not None and device is not None:
+        raise click.UsageError("--arch builds for GPUs that are not here: it takes no --device")
+    if archs is not None:
+        named = problems_of(models, configs, checkpoints, shapes, fused=fused, tp=tp, dtype=dtype)
+        ctx.exit(0 if build_offline(archs.split(","), named, db=db, output=output, as_json=as_json) else 1)
     if db is not None:
         os.environ["NVFP4_DB"] = str(db)  # the ops look there
     place = device or best_device()
