@@ -1,11 +1,12 @@
 """nvfp4: kernel autotuning and dispatch for W4A16 NVFP4 inference.
 
-Importing it registers `torch.ops.nvfp4.gemm`, `gemm.out` and `dequantize`; it makes no CUDA context and loads none of
-the compilers, the database or the tuner.
+Importing it registers `torch.ops.nvfp4.gemm`, `gemm.out`, `grouped_gemm`, `moe` and `dequantize`; it makes no CUDA
+context and loads none of the compilers, the database or the tuner.
 """
 
 from .dispatch import nn
 from .dispatch.convert import convert_
+from .dispatch.expert_ops import grouped_gemm, moe
 from .dispatch.ops import dequantize, gemm
 from .dispatch.pack import pack
 from .dispatch.table import UntunedWarning
@@ -33,6 +34,8 @@ __all__ = [
     "convert_",
     "dequantize",
     "gemm",
+    "grouped_gemm",
+    "moe",
     "nn",
     "pack",
     "quantize",

@@ -37,7 +37,7 @@ from .checks import (
 from .guard import make_empty, reinterpret
 from .recent import NO_BIAS, NO_PRE_QUANT_SCALE, NO_SCALE, Call, Prepare, Recent, recent, remember, unfit
 
-__all__ = ["gemm"]
+__all__ = ["as_rows", "gemm"]
 
 # by every property that was checked: what runs, and what it is recognised by
 _calls: dict[tuple[Any, ...], tuple[Call, list[Recent]]] = {}
@@ -141,14 +141,14 @@ def _gemm(
         # may be absurd.
         rows = x
         if last != 1 or (row != k and (m == 1 or row < k or row & 7)) or x.data_ptr() & 15:
-            rows = _as_rows(x)
+            rows = as_rows(x)
     else:
         k = check_x(x)
         if not x.numel():
             return _without_tokens(
                 x, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, layout, out_features, out
             )
-        rows = _as_rows(x)
+        rows = as_rows(x)
         m = rows.shape[0]
     if weight_scale is None:
         scale_dtype = scale_shape = scale_contiguous = scale_device = None
@@ -216,7 +216,7 @@ def _key(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def as_rows(x: Tensor) -> Tensor:
     """x as [M, K] with sound row strides: a view where one exists, else a copy."""
     k = check_x(x)
     rows = x.reshape(-1, k)

@@ -15,7 +15,7 @@ from ..kernels.weights.weight import Weight, normalize_global_scale, validate
 from . import call
 from .checks import check_blob, check_device, check_inner, refuse_grad
 
-__all__ = ["dequantize", "gemm"]
+__all__ = ["LIBRARY", "autocast_rule", "dequantize", "gemm"]
 
 _torch_library: Any = torch.library  # untyped
 LIBRARY = _torch_library.Library("nvfp4", "DEF")  # its life is the ops' life
@@ -128,7 +128,7 @@ def _dequantize_fake(
     return weight.new_empty((n, k), dtype=dtype)
 
 
-def _autocast(op: Callable[..., Any], device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
+def autocast_rule(op: Callable[..., Any], device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
     """The Autocast rule: x in the autocast dtype, everything else as it is.
 
     `torch.library.register_autocast` would cast the e4m3 and fp32 scales too.
@@ -158,7 +158,7 @@ def _register() -> None:
     for op, name in ((torch.ops.nvfp4.gemm.default, "gemm"), (torch.ops.nvfp4.gemm.out, "gemm.out")):
         for device_type in ("cpu", "cuda"):
             key = f"Autocast{device_type.upper()}"
-            LIBRARY.impl(name, _autocast(op, device_type, getattr(torch._C.DispatchKey, key)), key)
+            LIBRARY.impl(name, autocast_rule(op, device_type, getattr(torch._C.DispatchKey, key)), key)
 
 
 _register()

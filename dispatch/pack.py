@@ -8,6 +8,7 @@ from torch import Tensor
 from ..errors import InvalidInput, message
 from ..kernels.device import describe
 from ..kernels.problem import Problem
+from ..kernels.weights.experts import pack_experts
 from ..kernels.weights.fragment import fragment_id
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
@@ -27,21 +28,21 @@ def pack(
     scale_layout: str = "linear",
     repair_nan: bool = False,
 ) -> Weight:
-    """Check a weight and convert it for `nvfp4.gemm`.
+    """Check a weight and convert it for `nvfp4.gemm`, or the weights of experts for `grouped_gemm` and `moe`.
 
     Parameters
     ----------
     weight
-        [N, K/2] uint8, contiguous; low nibble = even k.
+        [N, K/2] uint8, contiguous; low nibble = even k. For experts [E, N, K/2].
     weight_scale
-        [N, K/16] float8_e4m3fn or its uint8 view, contiguous.
+        [N, K/16] float8_e4m3fn or its uint8 view, contiguous; for experts [E, N, K/16].
     weight_scale_2
-        The global scale, a factor: float32 with one element, or [N].
+        The global scale, a factor: float32 with one element, or [N]; for experts [E], [E, 1], or [E, 2]: gate, up.
     dtype
         Of the x it will meet: layouts may depend on it, and so do plans.
     layout
         Layout id of the result; "fragment" picks the one of the fragment layouts that fits device and dtype; None asks
-        the plan of this problem on this device, and takes "checkpoint" without one.
+        the plan of this problem on this device, and takes "checkpoint" without one. Experts stay in "checkpoint".
     scale_layout
         "linear", or "swizzled" when weight_scale is in the 128x4 order (any shape).
     repair_nan
@@ -59,6 +60,10 @@ def pack(
     """
     if dtype not in DTYPE_NAMES:
         raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+    if weight.ndim == 3:
+        if layout not in (None, "checkpoint"):
+            raise InvalidInput(message("wrong layout for experts", got=repr(layout), expected='"checkpoint" or None'))
+        return pack_experts(weight, weight_scale, weight_scale_2, scale_layout=scale_layout, repair_nan=repair_nan)
     if layout is None:
         layout = _planned_layout(weight, dtype) if weight.ndim == 2 else "checkpoint"
     elif layout == "fragment":

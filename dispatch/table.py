@@ -8,10 +8,9 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
 
 from ..cache.records import Plan
 from ..errors import BuildError, NotWarm, message
@@ -68,7 +67,7 @@ def bind(device: torch.device, problem: Problem, layout: str, load: Load | None)
             message(
                 f"{problem.label} was never run on {device} before this CUDA graph capture, and building it would"
                 " break the capture",
-                do="call nvfp4.warmup with the model's weights first, or run it once without capture",
+                do=f"call nvfp4.warmup {_what_to_warm(problem)} first, or run it once without capture",
             )
         )
     with _lock:
@@ -118,7 +117,8 @@ def _build(torch_device: torch.device, problem: Problem, layout: str, load: Load
             RuntimeWarning,
             stacklevel=2,
         )
-    if not decision.tuned and (problem, layout) not in _announced:
+    # Of ops that the tuner does not measure yet, nobody has to be told so.
+    if not decision.tuned and problem.op == "gemm" and (problem, layout) not in _announced:
         _announced.add((problem, layout))
         warnings.warn(
             f"{problem.label} is not tuned on {device.name} for weight layout {layout!r}: default kernels run, which "
@@ -159,13 +159,17 @@ def planned_layout(device: torch.device, problem: Problem) -> str:
     return plan.layout
 
 
+def _what_to_warm(problem: Problem) -> str:
+    return "with the model's weights" if problem.op == "gemm" else f"with {problem}"
+
+
 def _command(problem: Problem) -> str:
     return f"nvfp4 tune --shape {problem.n},{problem.k}"
 
 
 def _load(load: Load, launcher: Launcher, segment: Segment, device: Device, problem: Problem) -> None:
     """Run the launcher once, at an M that it serves or, where that needs much memory, at a smaller valid one."""
-    row_bytes = 2 * (problem.n + problem.k)
+    row_bytes = 2 * (problem.n + problem.k) * (1 + 2 * problem.top_k)
     for m in (segment.m_lo, *(a for a in reversed(ANCHORS) if a < segment.m_lo)):
         if m * row_bytes <= LOAD_BYTES and segment.kernel.is_valid(device, problem, segment.config, m):
             break
@@ -179,19 +183,11 @@ def _guarded(launcher: Launcher, device: torch.device) -> Launcher:
     if device.type != "cuda" or torch.cuda.device_count() == 1:
         return launcher
 
-    def run(
-        x: Tensor,
-        weight: Tensor,
-        weight_scale: Tensor | None,
-        global_scale: Tensor,
-        bias: Tensor | None,
-        pre_quant_scale: Tensor | None,
-        out: Tensor,
-    ) -> None:
+    def run(*arguments: Any) -> None:
         if torch.cuda.current_device() == device.index:
-            launcher(x, weight, weight_scale, global_scale, bias, pre_quant_scale, out)
+            launcher(*arguments)
         else:
             with torch.cuda.device(device):
-                launcher(x, weight, weight_scale, global_scale, bias, pre_quant_scale, out)
+                launcher(*arguments)
 
     return run

@@ -12,7 +12,7 @@ from ..kernels.device import describe
 from ..kernels.problem import Problem
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
-from . import call, table
+from . import call, experts, table
 from .checks import DTYPE_NAMES
 
 __all__ = ["warmup"]
@@ -33,7 +33,8 @@ def warmup(
     Parameters
     ----------
     weights_or_problems
-        Weights from `nvfp4.pack`, or Problems; one, several, or a mapping such as a state dict of them.
+        Weights from `nvfp4.pack`, or Problems; one, several, or a mapping such as a state dict of them. Layers of
+        experts are warmed by their Problem only.
     ms
         Also run a whole call at these M.
     dtype
@@ -74,8 +75,12 @@ def warmup(
             where, layout = item.data.device, item.layout
         else:
             raise InvalidInput(message("warmup cannot use this", got=type(item).__name__, expected="Weight or Problem"))
-        if (problem, layout, where) not in seen:
-            seen.add((problem, layout, where))
+        if (problem, layout, where) in seen:
+            continue
+        seen.add((problem, layout, where))
+        if problem.op != "gemm":
+            experts.warm(problem, where, sizes or (1,))
+        else:
             weight = item if isinstance(item, Weight) else _zero_weight(problem, layout, where)
             _run(weight, getattr(torch, problem.dtype), sizes)
     if any(where.type == "cuda" for _, _, where in seen):
@@ -116,8 +121,6 @@ def _device(wanted: torch.device | str | None) -> torch.device:
 
 
 def _zero_weight(problem: Problem, layout: str, device: torch.device) -> Weight:
-    if problem.op != "gemm":
-        raise InvalidInput(message("warmup cannot make weights of this op", got=problem.op, expected="gemm"))
     return to_layout(
         torch.zeros((problem.n, problem.k // 2), dtype=torch.uint8, device=device),
         torch.zeros((problem.n, problem.k // 16), dtype=torch.uint8, device=device),

@@ -101,8 +101,8 @@ class TritonLaunch:
         """Triton's own result, with the code of every stage; compiled again if Triton's cache does not have it."""
         return triton_result(self._source, self._options)
 
-    def launch(self, grid: tuple[int, int, int], *args: Tensor | int) -> None:
-        """Launch with tensors and integers on the current stream of the tensors' device, or interpret.
+    def launch(self, grid: tuple[int, int, int], *args: Tensor | int | float) -> None:
+        """Launch with tensors and numbers on the current stream of the tensors' device, or interpret.
 
         One object serves one device: the first that it is launched on.
         """
@@ -116,5 +116,5 @@ class TritonLaunch:
             with torch.cuda.device(index):
                 self.launch(grid, *args)
             return
-        values = [a if isinstance(a, int) else a.data_ptr() for a in args]
+        values = [a if isinstance(a, int | float) else a.data_ptr() for a in args]
         self._launch.launch(*grid, torch._C._cuda_getCurrentRawStream(index), *values, 0, 0)  # no scratch

@@ -18,7 +18,7 @@ print(json.dumps({
     "seconds": seconds,
     "modules": sorted(set(sys.modules) - before),
     "cuda": torch.cuda.is_initialized(),
-    "ops": sorted(name for name in ("gemm", "dequantize") if hasattr(torch.ops.nvfp4, name)),
+    "ops": sorted(name for name in ("gemm", "dequantize", "grouped_gemm", "moe") if hasattr(torch.ops.nvfp4, name)),
 }))
 """
 
@@ -44,7 +44,7 @@ def test_import_loads_nothing_heavy():
         "safetensors",
     }
     assert not report["cuda"]
-    assert report["ops"] == ["dequantize", "gemm"]
+    assert report["ops"] == ["dequantize", "gemm", "grouped_gemm", "moe"]
     assert report["seconds"] < 2  # about 0.05 on an idle machine
 
 
@@ -63,4 +63,16 @@ def test_schemas():
     assert str(torch.ops.nvfp4.dequantize.default._schema) == (
         "nvfp4::dequantize(Tensor weight, Tensor? weight_scale, Tensor weight_scale_2, ScalarType dtype, *, "
         'str layout="checkpoint", int? out_features=None, int? in_features=None) -> Tensor'
+    )
+    assert str(torch.ops.nvfp4.grouped_gemm.default._schema) == (
+        "nvfp4::grouped_gemm(Tensor x, Tensor weight, Tensor? weight_scale, Tensor weight_scale_2, "
+        'Tensor expert_offsets, *, str layout="checkpoint", int? out_features=None) -> Tensor'
+    )
+    assert str(torch.ops.nvfp4.moe.default._schema) == (
+        "nvfp4::moe(Tensor x, Tensor w13, Tensor? w13_scale, Tensor w13_scale_2, Tensor w2, Tensor? w2_scale, "
+        'Tensor w2_scale_2, Tensor topk_ids, Tensor topk_weights, *, str activation="swiglu", int? inter=None, '
+        "Tensor? pre_quant_scale=None, Tensor? w2_pre_quant_scale=None, Tensor? expert_map=None, "
+        "bool apply_router_weight_on_input=False, float? limit=None, float? alpha=None, float? beta=None, "
+        'Tensor? w13_bias=None, Tensor? w2_bias=None, str w13_layout="checkpoint", str w2_layout="checkpoint") '
+        "-> Tensor"
     )

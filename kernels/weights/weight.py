@@ -32,11 +32,11 @@ class Weight:
     Attributes
     ----------
     data
-        uint8, contiguous; "checkpoint": [N, K/2], other layouts: their own blob.
+        uint8, contiguous; "checkpoint": [N, K/2], other layouts: their own blob. Of experts: [E, N, K/2].
     scale
-        uint8 view of e4m3, contiguous [N, K/16]; None when `data` contains the scales.
+        uint8 view of e4m3, contiguous [N, K/16]; None when `data` contains the scales. Of experts: [E, N, K/16].
     global_scale
-        float32 [1] or [N], contiguous.
+        float32 [1] or [N], contiguous. Of experts: [E, 1] or [E, 2].
     layout
         Layout id, one of `layouts.layout_ids()`.
     out_features, in_features
@@ -52,8 +52,9 @@ class Weight:
 
     def __repr__(self) -> str:
         scales = self.global_scale.numel()
+        experts = f"{self.data.shape[0]} experts, " if self.global_scale.ndim == 2 else ""
         return (
-            f"Weight({self.out_features} x {self.in_features}, layout {self.layout!r}, "
+            f"Weight({experts}{self.out_features} x {self.in_features}, layout {self.layout!r}, "
             f"{scales} global scale{'s' if scales > 1 else ''}, {self.data.device})"
         )
 

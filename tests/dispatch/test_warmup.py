@@ -50,7 +50,6 @@ def test_a_problem_is_warmed_in_the_marked_layout(install, fake, set_plan, mirro
         ([], {"ms": (1.5,)}, "wrong ms"),
         ([], {"ms": "12"}, "wrong ms"),
         ([], {"ms": 3}, "wrong ms"),
-        (Problem(op="grouped_gemm", n=32, k=64, experts=2), {"device": "cpu"}, "got grouped_gemm"),
         (Problem(n=32, k=24), {"device": "cpu"}, "multiple of 16"),
         (Problem(n=32, k=64), {"device": "foo"}, "wrong device; got 'foo'"),
         ([], {"device": 1.5}, "wrong device"),

@@ -1,0 +1,240 @@
+"""The ops nvfp4::grouped_gemm and nvfp4::moe, and the Python functions in front of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import InvalidInput, message
+from ..kernels.moe.activations import constants
+from ..kernels.weights.weight import Weight
+from . import experts
+from .checks import refuse_grad
+from .expert_checks import check_grouped, check_moe
+from .ops import LIBRARY, autocast_rule
+
+__all__ = ["grouped_gemm", "moe"]
+
+LIBRARY.define(
+    "grouped_gemm(Tensor x, Tensor weight, Tensor? weight_scale, Tensor weight_scale_2, Tensor expert_offsets, *, "
+    'str layout="checkpoint", int? out_features=None) -> Tensor'
+)
+LIBRARY.define(
+    "moe(Tensor x, Tensor w13, Tensor? w13_scale, Tensor w13_scale_2, Tensor w2, Tensor? w2_scale, Tensor w2_scale_2, "
+    'Tensor topk_ids, Tensor topk_weights, *, str activation="swiglu", int? inter=None, '
+    "Tensor? pre_quant_scale=None, Tensor? w2_pre_quant_scale=None, Tensor? expert_map=None, "
+    "bool apply_router_weight_on_input=False, float? limit=None, float? alpha=None, float? beta=None, "
+    'Tensor? w13_bias=None, Tensor? w2_bias=None, str w13_layout="checkpoint", str w2_layout="checkpoint") -> Tensor'
+)
+
+
+def _grouped_fake(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    _refuse_grad(x)
+    n, _, _ = check_grouped(x, *args, **options)
+    return x.new_empty((x.shape[0], n))
+
+
+def _moe_fake(
+    x: Tensor,
+    *args: Any,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    **options: Any,
+) -> Tensor:
+    _refuse_grad(x)
+    check_moe(x, *args, **options)
+    constants(options.get("activation", "swiglu"), limit=limit, alpha=alpha, beta=beta)
+    return x.new_empty(x.shape)
+
+
+def _refuse_grad(x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        refuse_grad()
+
+
+def _register() -> None:
+    library: Any = torch.library  # untyped
+    for name, implementation, fake in (
+        ("grouped_gemm", experts.grouped_gemm, _grouped_fake),
+        ("moe", experts.moe, _moe_fake),
+    ):
+        for key in ("CPU", "CUDA"):
+            LIBRARY.impl(name, implementation, key)
+        LIBRARY.impl(name, library.fallthrough_kernel, "Autograd")  # no gradients; x that needs one is refused
+        library.register_fake(f"nvfp4::{name}", fake, lib=LIBRARY)
+        op = getattr(torch.ops.nvfp4, name).default
+        for device_type in ("cpu", "cuda"):
+            key = f"Autocast{device_type.upper()}"
+            LIBRARY.impl(name, autocast_rule(op, device_type, getattr(torch._C.DispatchKey, key)), key)
+
+
+_register()
+
+
+def grouped_gemm(
+    x: Tensor,
+    w: Weight | Tensor,
+    weight_scale: Tensor | None = None,
+    weight_scale_2: Tensor | None = None,
+    expert_offsets: Tensor | None = None,
+    *,
+    layout: str = "checkpoint",
+    out_features: int | None = None,
+) -> Tensor:
+    """Each expert's weight on its own rows of x.
+
+    Rows [expert_offsets[e], expert_offsets[e + 1]) are multiplied by the transposed weight of expert e: products are
+    accumulated in float32, times the global scale, and rounded once. Rows of no expert give zeros. Offsets are read by
+    the kernels only: wrong ones give wrong results.
+
+    Parameters
+    ----------
+    x
+        [M, K] bfloat16 or float16; the last dimension is contiguous. Without rows nothing runs.
+    w
+        A Weight of experts from `nvfp4.pack` (then scales and layout are not given), or the weights
+        [E, N, K/2] uint8.
+    weight_scale
+        [E, N, K/16] float8_e4m3fn or its uint8 view.
+    weight_scale_2
+        The global scales, factors: float32 [E] or [E, 1], or [E, 2]: one for each half of an expert's rows.
+    expert_offsets
+        int32 [E + 1], ascending, from 0 to at most M.
+    layout
+        Layout id of the weights; experts are read in "checkpoint".
+    out_features
+        N; checked if given.
+
+    Returns
+    -------
+    [M, N] in x's dtype.
+
+    Raises
+    ------
+    InvalidInput
+        The arguments do not belong together.
+    Unsupported
+        No kernel can run this problem here.
+    NotWarm
+        First use of the problem, within a CUDA graph capture.
+    """
+    weight, scale, scale_2, own_layout = _parts("weight", w, weight_scale, weight_scale_2)
+    return torch.ops.nvfp4.grouped_gemm.default(  # type: ignore[no-any-return]
+        x, weight, scale, scale_2, _given("expert_offsets", expert_offsets), layout=own_layout or layout,
+        out_features=out_features,
+    )  # fmt: skip
+
+
+def moe(
+    x: Tensor,
+    w13: Weight | Tensor,
+    w13_scale: Tensor | None = None,
+    w13_scale_2: Tensor | None = None,
+    w2: Weight | Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w2_scale_2: Tensor | None = None,
+    topk_ids: Tensor | None = None,
+    topk_weights: Tensor | None = None,
+    *,
+    activation: str = "swiglu",
+    inter: int | None = None,
+    pre_quant_scale: Tensor | None = None,
+    w2_pre_quant_scale: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    w13_layout: str = "checkpoint",
+    w2_layout: str = "checkpoint",
+) -> Tensor:
+    """A layer of experts: for every token the weighted sum of its experts' results. `docs/moe.md` has the formula.
+
+    Sums are float32. Rounded to x's dtype are x * pre_quant_scale, the activation's result (once more after
+    w2_pre_quant_scale), and the sum over a token's experts.
+
+    Parameters
+    ----------
+    x
+        [..., hidden] bfloat16 or float16; the last dimension is contiguous. Without tokens nothing runs.
+    w13
+        First weights of the experts: a Weight from `nvfp4.pack` (then its scales are not given), or
+        [E, F, hidden/2] uint8. F = 2 * inter: gate, then up; F = inter for an activation without a gate.
+    w13_scale, w2_scale
+        Block scales, float8_e4m3fn or its uint8 view: [E, F, hidden/16] and [E, hidden, inter/16].
+    w13_scale_2, w2_scale_2
+        Global scales, factors: float32 [E] or [E, 1]; for w13 also [E, 2]: gate, up.
+    w2
+        Second weights: a Weight, or [E, hidden, inter/2] uint8.
+    topk_ids
+        int32 or int64 [..., top_k]: each token's experts. Ids outside [0, E) are skipped; an expert that a token names
+        twice counts twice.
+    topk_weights
+        float32 [..., top_k].
+    activation
+        "swiglu" ("silu"), "swigluoai", "swiglustep", "geglu" ("gelu"), "geglu_tanh" ("gelu_tanh"), "relu2", "situ".
+    inter
+        Checked if given.
+    pre_quant_scale, w2_pre_quant_scale
+        In x's dtype: [hidden], for x; [inter] or [E, inter], for the activation's result.
+    expert_map
+        int32 or int64 [global experts]: the local expert of each, or -1 for those that are elsewhere. Then topk_ids
+        are global.
+    apply_router_weight_on_input
+        topk_weights multiply the first product (with its bias), before the activation, instead of the second. Only for
+        top_k = 1.
+    limit, alpha, beta
+        Constants of the activation; None takes its own. A limit of 0 or less is none.
+    w13_bias, w2_bias
+        [E, F] and [E, hidden], in x's dtype or float32.
+    w13_layout, w2_layout
+        Layout ids of the weights; experts are read in "checkpoint".
+
+    Returns
+    -------
+    [..., hidden] in x's dtype.
+
+    Raises
+    ------
+    InvalidInput
+        The arguments do not belong together, or the activation is unknown.
+    Unsupported
+        No kernel can run this problem here.
+    NotWarm
+        First use of the problem, within a CUDA graph capture.
+    """
+    first, first_scale, first_scale_2, first_layout = _parts("w13", w13, w13_scale, w13_scale_2)
+    second, second_scale, second_scale_2, second_layout = _parts("w2", w2, w2_scale, w2_scale_2)
+    return torch.ops.nvfp4.moe.default(  # type: ignore[no-any-return]
+        x, first, first_scale, first_scale_2, second, second_scale, second_scale_2, _given("topk_ids", topk_ids),
+        _given("topk_weights", topk_weights), activation=activation, inter=inter, pre_quant_scale=pre_quant_scale,
+        w2_pre_quant_scale=w2_pre_quant_scale, expert_map=expert_map,
+        apply_router_weight_on_input=apply_router_weight_on_input, limit=limit, alpha=alpha, beta=beta,
+        w13_bias=w13_bias, w2_bias=w2_bias, w13_layout=first_layout or w13_layout, w2_layout=second_layout or w2_layout,
+    )  # fmt: skip
+
+
+def _parts(
+    name: str, w: Weight | Tensor | None, scale: Tensor | None, scale_2: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor, str]:
+    """Weight, block scales, global scale, and the layout if a Weight says it."""
+    if isinstance(w, Weight):
+        if scale is not None or scale_2 is not None:
+            raise InvalidInput(message(f"scales of {name} were given beside a Weight", do="a Weight contains them"))
+        return w.data, w.scale, w.global_scale, w.layout
+    if scale_2 is None:
+        raise InvalidInput(
+            message(f"the global scales of {name} are missing", do="pass them, or pass a Weight from nvfp4.pack")
+        )
+    return _given(name, w), scale, scale_2, ""
+
+
+def _given(name: str, tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise InvalidInput(message(f"{name} is missing", got=None, expected="a tensor"))
+    return tensor

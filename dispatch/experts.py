@@ -1,0 +1,221 @@
+"""The path of a call of grouped_gemm and moe.
+
+One key of plain values over everything that was checked finds what was bound; what depends on the number of tokens is
+looked at in every call. Launchers get what `kernels.moe.arguments` says.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels.kernel import Launcher
+from ..kernels.moe.activations import Constants, constants
+from ..kernels.moe.activations import activation as get_activation
+from ..kernels.moe.arguments import MoeArguments
+from ..kernels.problem import Problem
+from ..kernels.weights.weight import check_tensors, is_aligned
+from . import table
+from .call import as_rows
+from .checks import DTYPE_NAMES, refuse_grad
+from .expert_checks import check_grouped, check_moe, check_places, check_tokens
+
+__all__ = ["grouped_gemm", "moe", "warm"]
+
+_calls: dict[tuple[Any, ...], tuple[Problem, Constants]] = {}  # by every property that was checked
+table.on_clear(_calls.clear)
+
+
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    weight_scale_2: Tensor,
+    expert_offsets: Tensor,
+    *,
+    layout: str = "checkpoint",
+    out_features: int | None = None,
+) -> Tensor:
+    """`nvfp4.grouped_gemm` on tensors; the implementation of the op on every device."""
+    _refuse_grad(x)
+    large = {"weight": weight, "weight_scale": weight_scale}
+    small = {"weight_scale_2": weight_scale_2, "expert_offsets": expert_offsets}
+    key = ("grouped_gemm", *_key(x, large, small), layout, out_features)
+    if key not in _calls:
+        n, k, experts = check_grouped(x, weight, weight_scale, weight_scale_2, expert_offsets, layout, out_features)
+        problem = Problem(op="grouped_gemm", n=n, k=k, dtype=DTYPE_NAMES[x.dtype], experts=experts)
+        _calls[key] = problem, (0.0, 0.0, 0.0)
+    problem, _ = _calls[key]
+    check_places(x, large, small)
+    out = x.new_empty((x.shape[0], problem.n))
+    if not x.shape[0]:
+        return out
+    assert weight_scale is not None, "checked"
+    launcher = _launcher(problem, x.device, x.shape[0])
+    factors = _factors(weight_scale_2)
+    launcher(as_rows(x), weight, weight_scale.view(torch.uint8), factors, _ready(expert_offsets), out)
+    return out
+
+
+def moe(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    w13_scale_2: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+    w2_scale_2: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    activation: str = "swiglu",
+    inter: int | None = None,
+    pre_quant_scale: Tensor | None = None,
+    w2_pre_quant_scale: Tensor | None = None,
+    expert_map: Tensor | None = None,
+    apply_router_weight_on_input: bool = False,
+    limit: float | None = None,
+    alpha: float | None = None,
+    beta: float | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    w13_layout: str = "checkpoint",
+    w2_layout: str = "checkpoint",
+) -> Tensor:
+    """`nvfp4.moe` on tensors; the implementation of the op on every device."""
+    _refuse_grad(x)
+    check_tensors(topk_ids=topk_ids, topk_weights=topk_weights)
+    large = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+    vectors = {
+        "w13_bias": w13_bias,
+        "w2_bias": w2_bias,
+        "pre_quant_scale": pre_quant_scale,
+        "w2_pre_quant_scale": w2_pre_quant_scale,
+        "expert_map": expert_map,
+    }
+    small = {"w13_scale_2": w13_scale_2, "w2_scale_2": w2_scale_2, **vectors}
+    options = (activation, inter, apply_router_weight_on_input, limit, alpha, beta, w13_layout, w2_layout)
+    key = ("moe", *_key(x, large, small), topk_ids.shape[-1:], *options)
+    found = _calls.get(key)
+    if found is None:
+        its_inter, hidden, experts, top_k = check_moe(
+            x, w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2, topk_ids, topk_weights, activation=activation,
+            inter=inter, apply_router_weight_on_input=apply_router_weight_on_input, w13_layout=w13_layout,
+            w2_layout=w2_layout, **vectors,
+        )  # fmt: skip
+        values = constants(activation, limit=limit, alpha=alpha, beta=beta)
+        name = get_activation(activation).name
+        problem = Problem(
+            op="moe", n=its_inter, k=hidden, dtype=DTYPE_NAMES[x.dtype], experts=experts, top_k=top_k, activation=name
+        )
+        found = _calls[key] = problem, values
+    problem, values = found
+    check_tokens(x, topk_ids, topk_weights)
+    tokens = {"topk_ids": topk_ids, "topk_weights": topk_weights}
+    check_places(x, large, {**small, **tokens})
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not x.numel():
+        return out
+    assert w13_scale is not None and w2_scale is not None, "checked"
+    rows = as_rows(x)
+    launcher = _launcher(problem, x.device, rows.shape[0])
+    ready = {name: None if tensor is None else _ready(tensor) for name, tensor in vectors.items()}
+    arguments = MoeArguments(
+        x=rows,
+        w13=w13,
+        w13_scale=w13_scale.view(torch.uint8),
+        w13_scale_2=_factors(w13_scale_2),
+        w2=w2,
+        w2_scale=w2_scale.view(torch.uint8),
+        w2_scale_2=_factors(w2_scale_2),
+        topk_ids=_ready(topk_ids.reshape(-1, problem.top_k)),
+        topk_weights=_ready(topk_weights.reshape(-1, problem.top_k)),
+        constants=values,
+        weights_on_input=apply_router_weight_on_input,
+        **ready,
+    )
+    launcher(arguments, out.view(-1, problem.k))
+    return out
+
+
+def warm(problem: Problem, device: torch.device, ms: tuple[int, ...]) -> None:
+    """Bind a problem of experts and run its kernels, on tensors of zeros that hold one expert's weight only."""
+
+    def run(launcher: Launcher, m: int) -> None:
+        _run_on_zeros(launcher, problem, device, m)
+
+    uppers, launchers = table.bind(device, problem, "checkpoint", run if device.type == "cuda" else None)
+    for m in ms:
+        run(launchers[bisect_left(uppers, m)], m)
+
+
+def _launcher(problem: Problem, device: torch.device, m: int) -> Launcher:
+    def load(launcher: Launcher, m: int) -> None:
+        _run_on_zeros(launcher, problem, device, m)
+
+    uppers, launchers = table.bind(device, problem, "checkpoint", load if device.type == "cuda" else None)
+    return launchers[bisect_left(uppers, m)]
+
+
+def _run_on_zeros(launcher: Launcher, problem: Problem, device: torch.device, m: int) -> None:
+    """Run a launcher once. Every row goes to the first expert, so there is no memory behind the others' weights."""
+    p, dtype = problem, getattr(torch, problem.dtype)
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def weight(n: int, k: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
+        return zeros(1, n, k // 2), zeros(1, n, k // 16), zeros(p.experts, parts, dtype=torch.float32)
+
+    x = zeros(m, p.k, dtype=dtype)
+    if p.op == "grouped_gemm":
+        offsets = torch.full((p.experts + 1,), m, dtype=torch.int32, device=device)
+        offsets[0] = 0
+        launcher(x, *weight(p.n, p.k, 1), offsets, zeros(m, p.n, dtype=dtype))
+        return
+    w13, w13_scale, w13_scale_2 = weight(p.n * (2 if p.gated else 1), p.k, 1)
+    w2, w2_scale, w2_scale_2 = weight(p.k, p.n, 1)
+    arguments = MoeArguments(
+        x=x,
+        w13=w13,
+        w13_scale=w13_scale,
+        w13_scale_2=w13_scale_2,
+        w2=w2,
+        w2_scale=w2_scale,
+        w2_scale_2=w2_scale_2,
+        topk_ids=zeros(m, p.top_k, dtype=torch.int32),
+        topk_weights=zeros(m, p.top_k, dtype=torch.float32),
+        constants=constants(p.activation),
+    )
+    launcher(arguments, zeros(m, p.k, dtype=dtype))
+
+
+def _refuse_grad(x: Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        refuse_grad()
+
+
+def _key(x: Tensor, large: Mapping[str, Tensor | None], small: Mapping[str, Tensor | None]) -> tuple[Any, ...]:
+    """What checks read of the tensors, but for the number of tokens and for addresses."""
+    parts: list[Any] = [x.dtype, x.get_device(), x.shape[-1:], x.ndim]
+    for tensor in (*large.values(), *small.values()):
+        parts.append(None if not isinstance(tensor, Tensor) else (tensor.dtype, tensor.shape, tensor.get_device()))
+    for tensor in large.values():
+        parts.append(isinstance(tensor, Tensor) and tensor.is_contiguous())
+    return tuple(parts)
+
+
+def _ready(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it is not contiguous or begins off a 16-byte boundary. For small ones."""
+    if tensor.is_contiguous():
+        return tensor if is_aligned(tensor) else tensor.clone()
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _factors(global_scale: Tensor) -> Tensor:
+    """float32 [E, 1] or [E, 2] of any accepted form."""
+    return _ready(global_scale.reshape(global_scale.shape[0], -1).to(torch.float32))

@@ -1,0 +1,259 @@
+"""nvfp4.moe and nvfp4.grouped_gemm on a CPU: what they compute, from which tensors, and what they refuse."""
+
+import math
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+
+import nvfp4
+import pytest
+import torch
+from nvfp4.dispatch import table
+from nvfp4.kernels import reference
+from nvfp4.kernels.moe.activations import ACTIVATIONS
+from nvfp4.kernels.problem import Problem
+from nvfp4.kernels.weights.swizzle import swizzle
+from nvfp4.testing import assert_moe_close
+from nvfp4.testing.experts import GroupedCase, MoeCase
+
+op = torch.ops.nvfp4.moe
+CPU = torch.device("cpu")
+PROBLEM = Problem(op="moe", n=48, k=64, experts=4, top_k=2, activation="swiglu")
+GROUPED = Problem(op="grouped_gemm", n=40, k=64, experts=4)
+
+
+@pytest.fixture(autouse=True)
+def nothing_tuned(no_plan):
+    pass
+
+
+def moe_case(seed=0, m=9, problem=PROBLEM, **options):
+    return MoeCase.random(problem, m, seed, CPU, nan=False, **options)
+
+
+def run(case, **changed):
+    options = {"activation": case.problem.activation} | case.options | changed
+    return nvfp4.moe(case.x, *case.weights, case.ids, case.router, **options)
+
+
+def close(case, out):
+    p = case.problem
+    assert_moe_close(out, case.reference(), hidden=p.k, inter=p.n, top_k=p.top_k, dtype=case.x.dtype)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", [entry.name for entry in ACTIVATIONS])
+def test_every_activation(name, dtype):
+    for seed in (4, 27):
+        case = moe_case(seed, problem=replace(PROBLEM, activation=name, dtype=dtype))
+        close(case, run(case))
+
+
+@pytest.mark.parametrize("seed", range(0, 64, 7))
+def test_every_option(seed):
+    case = moe_case(seed, problem=replace(PROBLEM, top_k=1 if seed & 32 else 3))
+    close(case, run(case))
+
+
+def wrong(case, out):
+    with pytest.raises(AssertionError):
+        close(case, out)
+
+
+def test_what_must_not_be_dropped():
+    """A dropped pre_quant_scale, swapped halves and a dropped up scale each fail the tolerance of right results."""
+    case = moe_case(17)
+    assert case.options.keys() >= {"pre_quant_scale", "w2_pre_quant_scale"} and case.weights[2].shape == (4, 2)
+    close(case, run(case))
+    wrong(case, run(case, pre_quant_scale=None))
+    wrong(case, run(case, w2_pre_quant_scale=None))
+    w13, s13, g13, *second = case.weights
+    swapped = replace(case, weights=(w13.roll(48, 1), s13.roll(48, 1), g13.flip(1), *second))
+    wrong(case, run(swapped))
+    wrong(case, run(replace(case, weights=(w13, s13, g13[:, 0], *second))))
+
+
+def test_global_scales_of_any_form_and_block_scales_as_e4m3():
+    case = moe_case(0)
+    w13, s13, g13, w2, s2, g2 = case.weights
+    right = run(case)
+    e4m3 = torch.float8_e4m3fn
+    same = replace(case, weights=(w13, s13.view(e4m3), g13[:, 0], w2, s2.view(e4m3), g2[:, 0].double()))
+    assert torch.equal(run(same), right)
+    assert torch.equal(run(replace(case, weights=(w13, s13, g13.expand(4, 2), w2, s2, g2))), right)
+
+
+def test_weights_from_pack():
+    case = moe_case(1)
+    first, second = nvfp4.pack(*case.weights[:3]), nvfp4.pack(*case.weights[3:])
+    assert repr(first) == "Weight(4 experts, 96 x 64, layout 'checkpoint', 8 global scales, cpu)"
+    got = nvfp4.moe(case.x, first, w2=second, topk_ids=case.ids, topk_weights=case.router)
+    assert torch.equal(got, run(case))
+    with pytest.raises(nvfp4.InvalidInput, match="scales of w2 were given beside a Weight"):
+        nvfp4.moe(case.x, first, w2=second, w2_scale=case.weights[4], topk_ids=case.ids, topk_weights=case.router)
+
+
+def test_pack_of_experts_checks_values_and_undoes_the_swizzle():
+    w13, s13, g13 = moe_case(1).weights[:3]
+    swizzled = torch.stack([swizzle(part).flatten() for part in s13])
+    packed = nvfp4.pack(w13, swizzled, g13, scale_layout="swizzled")
+    assert torch.equal(packed.scale, s13) and torch.equal(packed.global_scale, g13)
+    damaged = s13.clone()
+    damaged[2, 5, 1] = 0x7F
+    with pytest.raises(nvfp4.InvalidInput, match=r"1 NaN; got byte 0x7F at row 197, group 1"):
+        nvfp4.pack(w13, damaged, g13)
+    assert nvfp4.pack(w13, damaged, g13, repair_nan=True).scale[2, 5, 1] == 0x7E
+    with pytest.raises(nvfp4.InvalidInput, match=r"wrong global scale; got 0\.0 at row 96"):
+        nvfp4.pack(w13, s13, g13 * torch.tensor([1.0, 0.0, 1.0, 1.0]).unsqueeze(1))
+    with pytest.raises(nvfp4.InvalidInput, match=r"wrong weight_scale_2 of experts; got .*\(1, 1\)"):
+        nvfp4.pack(w13, s13, g13[:1, :1])
+    with pytest.raises(nvfp4.InvalidInput, match="wrong layout for experts; got 'fragment'"):
+        nvfp4.pack(w13, s13, g13, layout="fragment")
+
+
+@pytest.mark.parametrize("lead", [(), (1,), (2, 3), (2, 1, 3)])
+def test_any_leading_shape(lead):
+    case = moe_case(0, m=6)
+    count = math.prod(lead)
+    right = run(case)[:count]
+    x, ids, router = (t[:count].reshape(*lead, -1) for t in (case.x, case.ids, case.router))
+    got = nvfp4.moe(x, *case.weights, ids, router)
+    assert got.shape == (*lead, 64) and got.is_contiguous() and got.dtype == x.dtype
+    torch.testing.assert_close(got.reshape(count, -1).float(), right.float(), rtol=2**-7, atol=2**-9)
+
+
+def test_ids_and_x_of_any_strides():
+    case = moe_case(4)
+    right = run(case)
+    wide_ids = torch.stack([case.ids, case.ids], 2).flatten(1)[:, ::2]
+    assert not wide_ids.is_contiguous()
+    assert torch.equal(run(replace(case, ids=wide_ids, router=case.router.t().contiguous().t())), right)
+    assert torch.equal(run(replace(case, x=case.x.contiguous())), right)
+    odd = torch.cat([case.router.new_zeros(1), case.router.flatten()])[1:].view(case.router.shape)
+    assert odd.data_ptr() % 16 and torch.equal(run(replace(case, router=odd)), right)
+
+
+def test_ids_that_are_left_out_give_exactly_nothing():
+    case = moe_case(0, m=4)
+    ids = torch.tensor([[-1, -1], [4, 1 << 40], [0, -1], [-1, 0]])
+    out = run(replace(case, ids=ids, x=case.x[:1].expand(4, -1), router=torch.full((4, 2), 0.5)))
+    assert not out[:2].any()
+    assert out[2].any() and torch.equal(out[2], out[3])
+
+
+def test_a_row_of_nan_stays_in_its_row():
+    case = moe_case(0)
+    ids = case.ids.clone()
+    ids[:, 0] = 2
+    x = case.x.clone()
+    x[4] = math.nan
+    clean, dirty = run(replace(case, ids=ids)), run(replace(case, ids=ids, x=x))
+    others = torch.arange(9) != 4
+    assert dirty[4].isnan().all() and torch.equal(clean[others], dirty[others])
+
+
+@pytest.mark.parametrize("lead", [(0,), (0, 4), (3, 0)])
+def test_no_tokens_no_launch(lead, monkeypatch):
+    case = moe_case(31)
+    monkeypatch.setattr(table, "bind", lambda *args: pytest.fail("bound"))
+    ids, router = torch.empty(*lead, 2, dtype=torch.int64), torch.empty(*lead, 2)
+    x = torch.empty(*lead, 64, dtype=torch.bfloat16)
+    out = nvfp4.moe(x, *case.weights, ids, router, **case.options)
+    assert out.shape == (*lead, 64) and out.dtype == torch.bfloat16
+    with pytest.raises(nvfp4.InvalidInput, match="w13 does not suit"):
+        nvfp4.moe(x, *case.weights, ids, router, activation="relu2")
+
+
+def test_no_tokens_in_a_process_of_its_own():
+    code = (
+        "import torch, nvfp4\n"
+        "w = [torch.zeros(2, 32, 16, dtype=torch.uint8), torch.zeros(2, 32, 2, dtype=torch.uint8), torch.ones(2)]\n"
+        "v = [torch.zeros(2, 32, 8, dtype=torch.uint8), torch.zeros(2, 32, 1, dtype=torch.uint8), torch.ones(2)]\n"
+        "x, ids = torch.empty(0, 32, dtype=torch.bfloat16), torch.empty(0, 2, dtype=torch.int32)\n"
+        "assert nvfp4.moe(x, *w, *v, ids, torch.empty(0, 2)).shape == (0, 32)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_permuted_experts_give_the_same_bits():
+    case = moe_case(0)
+    order = torch.tensor([2, 0, 3, 1])
+    ids = torch.where((case.ids >= 0) & (case.ids < 4), order.argsort()[case.ids.clamp(0, 3)], -1)
+    moved = replace(case, ids=ids, weights=tuple(part[order].contiguous() for part in case.weights))
+    assert torch.equal(run(moved), run(case))
+
+
+def test_experts_without_a_plan_are_no_warning():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(moe_case(0, problem=replace(PROBLEM, top_k=4)))
+
+
+def test_half_does_not_overflow_before_the_global_scale():
+    """Raw sums of 1e7, far above the largest float16, and a result of 110.1."""
+    inter = 4096
+    w13, s13 = torch.zeros(1, 2 * inter, 8, dtype=torch.uint8), torch.full((1, 2 * inter, 1), 0x38, dtype=torch.uint8)
+    w2 = torch.full((1, 16, inter // 2), 0x77, dtype=torch.uint8)  # every code 6
+    s2 = torch.full((1, 16, inter // 16), 0x7E, dtype=torch.uint8)  # 448
+    bias = torch.zeros(1, 2 * inter)
+    bias[:, :inter], bias[:, inter:] = 100, 0.01
+    out = nvfp4.moe(
+        torch.zeros(2, 16).half(), w13, s13, torch.ones(1), w2, s2, torch.tensor([1e-5]),
+        torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1), w13_bias=bias,
+    )  # fmt: skip
+    assert torch.equal(out, torch.full((2, 16), 110.1005, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_grouped_gemm(seed):
+    case = GroupedCase.random(GROUPED, 11, seed, CPU)
+    out = nvfp4.grouped_gemm(case.x, case.weight, case.scale, case.global_scale, case.offsets)
+    case.compare(out)
+    packed = nvfp4.pack(case.weight, case.scale, case.global_scale)
+    assert torch.equal(nvfp4.grouped_gemm(case.x, packed, expert_offsets=case.offsets).nan_to_num(), out.nan_to_num())
+
+
+def test_grouped_gemm_of_equal_experts_is_gemm():
+    case = GroupedCase.random(GROUPED, 11, 0, CPU)
+    x = case.x.nan_to_num()
+    weight, scale, factor = (part[:1] for part in (case.weight, case.scale, case.global_scale[:, 0]))
+    got = nvfp4.grouped_gemm(x, weight, scale, factor, torch.tensor([0, 11], dtype=torch.int32))
+    right = reference.gemm(x, weight[0], scale[0], factor)
+    torch.testing.assert_close(got.float(), right.float(), rtol=2**-7, atol=2**-9)
+
+
+def test_grouped_gemm_without_rows():
+    case = GroupedCase.random(GROUPED, 11, 0, CPU)
+    out = nvfp4.grouped_gemm(case.x[:0], case.weight, case.scale, case.global_scale, torch.zeros(5, dtype=torch.int32))
+    assert out.shape == (0, 40) and out.dtype == torch.bfloat16
+
+
+def test_warmup_binds_problems_of_experts(monkeypatch):
+    p = replace(PROBLEM, top_k=3)
+    assert nvfp4.warmup([p, p, GROUPED], device="cpu", ms=(1, 5)) == 2
+    monkeypatch.setattr(table, "_is_capturing", lambda device: True)
+    case = moe_case(0, problem=p)
+    close(case, run(case))
+    other = moe_case(0, problem=replace(p, activation="geglu"))
+    with pytest.raises(nvfp4.NotWarm, match=r"nvfp4.warmup with Problem\(op='moe', n=48, k=64, .*activation='geglu'\)"):
+        run(other)
+
+
+def test_changed_weights_of_the_same_form_are_used():
+    case = moe_case(0)
+    before = run(case)
+    w13 = case.weights[0].clone()
+    changed = replace(case, weights=(w13, *case.weights[1:]))
+    w13.copy_(w13 ^ 0x88)
+    close(changed, run(changed))
+    assert not torch.equal(run(changed), before)
+
+
+def test_gradients_are_refused():
+    case = moe_case(0)
+    x = case.x.float().bfloat16().requires_grad_()
+    with pytest.raises(nvfp4.InvalidInput, match="no gradient"):
+        run(replace(case, x=x))
+    with torch.no_grad():
+        assert run(replace(case, x=x)).shape == x.shape
