@@ -76,6 +76,8 @@ def test_wrong_options(exact, case, options, text):
 def test_wrong_tensors(exact, case):
     c = case()
     with pytest.raises(nvfp4.InvalidInput, match="weight must be"):
+        nvfp4.pack(c.weight[None, None], c.scale, c.gs)
+    with pytest.raises(nvfp4.InvalidInput, match="wrong weight_scale_2 of experts"):
         nvfp4.pack(c.weight[None], c.scale, c.gs)
     with pytest.raises(nvfp4.InvalidInput, match="weight must be"):
         nvfp4.pack(c.weight[0, 0], c.scale, c.gs, scale_layout="swizzled")
