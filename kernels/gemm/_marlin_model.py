@@ -149,18 +149,18 @@ def fits(device: Device, problem: Problem, c: MarlinConfig) -> Verdict:
     return Verdict(True)
 
 
-# Fitted to 15,000 measurements on an H200 (2026-11; 16 shapes of 0.6 to 350 MB, M = 1 to 64). Of the configs measured,
-# the one it ranks first was 4 % slower than the best in the mean, 18 % at worst. In cycles of a multiprocessor.
+# Fitted to 17,000 measurements on an H200 (2026-11; 489 shapes of 0.6 to 800 MB, M = 1 to 64; bench/results has them).
+# Where many configs were measured, the one it ranks first was 4 % slower than the best in the mean, 18 % at worst; its
+# microseconds are off by 12 % in the mean. In cycles of a multiprocessor.
 MHZ = 1980
-WEIGHT_RATE, PORT_RATE = 19.5, 25.9  # bytes a cycle: with all multiprocessors loading, and what a single one takes
-X_COST = 0.1  # of a byte of x, which comes from L2
-ISSUE, MMA, ALONE = 1.34, 1.38, 1.79  # instructions a scheduler issues at best, by kind; cycles each for a lone warp
-UNHIDDEN = 0.4  # of the shorter one of loading and computing
-SHALLOW, SHALLOW_COST = 35_200, 0.04  # bytes in flight below which loading stalls
-TAIL, MERGE = 0.72, 5.63  # cycles per instruction of the last stage, per float that a thread adds up
-NEXT_BLOCK, CLUSTER, LARGER_CLUSTER, MEMORY = 948, 49, 298, 3660  # cycles each
-NARROW_WARP, MANY_GROUPS = 0.111, 0.037  # more time with 16 rows a warp, with more than 4 warps sharing x
-LAUNCH = 6810  # cycles from the kernel before to the first weights, and from the last sum to the next kernel
+WEIGHT_RATE, X_COST = 18.2, 0.24  # bytes a cycle with all multiprocessors loading; of a byte of x, which comes from L2
+ISSUE, MMA, ALONE = 1.02, 1.04, 2.4  # instructions a scheduler issues at best, by kind; cycles each for a lone warp
+UNHIDDEN = 0.56  # of the shorter one of loading and computing
+SHALLOW, SHALLOW_COST = 27_000, 0.088  # bytes in flight below which loading stalls
+TAIL, MERGE = 1.26, 41.0  # cycles per instruction of the last stage, per float that a thread adds up
+NEXT_BLOCK, CLUSTER, LARGER_CLUSTER, MEMORY = 285, 158, 490, 2340  # cycles each
+NARROW_WARP, MANY_GROUPS = 0.2, 0.07  # more time with 16 rows a warp, with more than 4 warps sharing x
+LAUNCH = 4690  # cycles from the kernel before to the first weights, and from the last sum to the next kernel
 
 
 def predicted_us(device: Device, problem: Problem, c: MarlinConfig, m: int) -> float:
@@ -172,7 +172,7 @@ def predicted_us(device: Device, problem: Problem, c: MarlinConfig, m: int) -> f
     warp_steps = -(-chunks // (c.split * c.k_groups)) * c.chunk
     token_tiles = c.tokens // 8
 
-    rate = min(WEIGHT_RATE * device.units / min(grid, device.units), PORT_RATE)
+    rate = WEIGHT_RATE * device.units / min(grid, device.units)
     load = blocks * (c.rows // 16 * SUBTILE_BYTES + X_COST * 128 * m) * steps / rate
     instructions = c.subtiles * (62 + 4 * token_tiles) + 4 * token_tiles + 45 / c.chunk
     work = blocks * c.warps * warp_steps / 4
@@ -186,6 +186,8 @@ def predicted_us(device: Device, problem: Problem, c: MarlinConfig, m: int) -> f
     cycles *= 1 + NARROW_WARP * (c.subtiles == 1) + MANY_GROUPS * (c.row_groups > 4)
     cycles += TAIL * instructions * c.chunk * max(1.0, min(c.warps * together / 4, 4.0))
     cycles += MERGE * m * c.rows * c.k_groups / c.threads + NEXT_BLOCK * (together - 1)
-    if c.split > 1:
-        cycles += MEMORY if c.meet == "memory" else CLUSTER + LARGER_CLUSTER * math.log2(c.split / 2)
+    if c.split > 1 and c.meet == "memory":
+        cycles += MEMORY
+    elif c.split > 1:
+        cycles += (CLUSTER + LARGER_CLUSTER * math.log2(c.split / 2)) * min(blocks, 8)
     return (cycles + LAUNCH) / MHZ

@@ -119,7 +119,7 @@ def _default(device: Device, problem: Problem, tokens: int) -> MarlinConfig:
     copy, meet = ("bulk", "cluster") if device.capability >= (9, 0) else ("async", "memory")
     names = ("subtiles", "row_groups", "k_groups", "chunk", "stages", "split")
     choices = kernel.space(device, problem).choices
-    part = {name: choices[name] for name in names} | {"subtiles": (1, 2, 4, 8)}
+    part = {name: choices[name] for name in names} | {"subtiles": (1, 2, 4)}
     valid = []
     for values in product(*part.values()):
         c = MarlinConfig(
