@@ -21,7 +21,17 @@ from ..kernels.problem import Device, Problem
 from .evidence import Candidate, Evidence, Timed, gather
 from .records import Environment, Interval, LayoutPlan, Measurement, Plan
 
-__all__ = ["TRAFFIC", "make_plan"]
+__all__ = [
+    "CHECKPOINT_ADVANTAGE",
+    "TRAFFIC",
+    "Piece",
+    "anchors_of",
+    "make_plan",
+    "marked",
+    "mean_us",
+    "piece_at",
+    "pieces_by_layout",
+]
 
 FAR = 2**20  # an M that stands for "however large" when a kernel is asked whether it is valid
 
@@ -93,22 +103,32 @@ def make_plan(
         timing=environment.timing,
         allow_nondeterministic=allow_nondeterministic,
     )
-    pieces = {layout: found for layout in evidence.layouts() if (found := _pieces(evidence, layout))}
+    pieces = pieces_by_layout(evidence)
     if not pieces:
         return None
-    anchors = sorted({piece.best.m for found in pieces.values() for piece in found})
+    anchors = anchors_of(pieces)
     layouts = tuple(
-        LayoutPlan(layout=layout, intervals=_merge(found), traffic_us=_traffic_us(found, anchors, traffic))
+        LayoutPlan(layout=layout, intervals=_merge(found), traffic_us=mean_us(found, anchors, traffic))
         for layout, found in pieces.items()
     )
     return Plan(
         device=device,
         problem=problem,
-        layout=_marked(layouts),
+        layout=marked({entry.layout: entry.traffic_us for entry in layouts}),
         layouts=layouts,
         traffic=traffic,
         environment=environment,
     )
+
+
+def pieces_by_layout(evidence: Evidence) -> dict[str, list[Piece]]:
+    """For every layout with candidates for every M, sorted by name: ranges that ascend from 1 to an open one."""
+    return {layout: found for layout in evidence.layouts() if (found := _pieces(evidence, layout))}
+
+
+def anchors_of(pieces: Mapping[str, Sequence[Piece]]) -> list[int]:
+    """The Ms at which some layout was measured, ascending: where layouts are compared."""
+    return sorted({piece.best.m for found in pieces.values() for piece in found})
 
 
 def _pieces(evidence: Evidence, layout: str) -> list[Piece]:
@@ -176,30 +196,40 @@ def _interval(piece: Piece) -> Interval:
     )
 
 
-def _traffic_us(pieces: Sequence[Piece], anchors: Sequence[int], traffic: str) -> float | None:
-    """The mean time of a call, or None when an anchor of another layout lies beyond what was measured in this one."""
+def mean_us(pieces: Sequence[Piece], anchors: Sequence[int], traffic: str) -> float | None:
+    """The mean time of a call, or None when an anchor of another layout lies beyond what was measured in this one.
+
+    Parameters
+    ----------
+    anchors
+        Of all layouts that it is compared with.
+    traffic
+        A name in `TRAFFIC`.
+    """
     total_us = total = 0.0
     above = 0
     for upper, share in TRAFFIC[traffic]:
-        times = [_time_us(pieces, m) for m in anchors if above < m and (upper is None or m <= upper)]
-        known = [time for time in times if time is not None]
-        if len(known) < len(times):
+        found = [piece_at(pieces, m) for m in anchors if above < m and (upper is None or m <= upper)]
+        times = [piece.best.p50_us for piece in found if piece is not None]
+        if len(times) < len(found):
             return None
-        if known:
-            total_us += share * sum(known) / len(known)
+        if times:
+            total_us += share * sum(times) / len(times)
             total += share
         above = upper or above
     return total_us / total
 
 
-def _time_us(pieces: Sequence[Piece], m: int) -> float | None:
+def piece_at(pieces: Sequence[Piece], m: int) -> Piece | None:
+    """What serves m, with a time measured at m or at the anchor above; None beyond the last anchor."""
     piece = next(piece for piece in pieces if piece.m_hi is None or m <= piece.m_hi)
-    return piece.best.p50_us if piece.best.m >= m else None
+    return piece if piece.best.m >= m else None
 
 
-def _marked(layouts: Sequence[LayoutPlan]) -> str:
+def marked(mean_by_layout: Mapping[str, float | None]) -> str:
+    """The layout with the smallest mean; the checkpoint's wins if it is within `CHECKPOINT_ADVANTAGE`."""
     # The layout that was planned from the largest anchor has a mean, so there is always one to take.
-    means = {entry.layout: entry.traffic_us for entry in layouts if entry.traffic_us is not None}
+    means = {layout: mean for layout, mean in mean_by_layout.items() if mean is not None}
     best = min(means, key=lambda layout: (means[layout], layout))
     checkpoint_us = means.get("checkpoint")
     if checkpoint_us is not None and checkpoint_us <= means[best] * (1 + CHECKPOINT_ADVANTAGE):

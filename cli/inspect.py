@@ -7,18 +7,20 @@ from pathlib import Path
 import rich_click as click
 
 from ..cache.inspect import Limits, report, summary
+from ..cache.layouts import layout_report
 from ..cache.store import Store
 from ..cache.why import why
 from ..errors import DatabaseError, InvalidInput, Nvfp4Error, message
 from ..kernels import registry
 from ..kernels.device import describe
 from ..kernels.kernel import Kernel
-from ..kernels.problem import DTYPES, Device, Problem
+from ..kernels.problem import DTYPES, OPS, Device, Problem
 from ..tuner.worker import Worker
 from ..tuner.workload import parse_shape
 from . import views
 from .checkpoint import open_for_tuning
 from .coverage import Coverage, coverage, show_coverage
+from .layouts import show_layouts
 from .options import (
     best_device,
     check_tp,
@@ -37,7 +39,7 @@ __all__ = ["inspect"]
 
 @click.command()
 @help_style
-@click.argument("shape", required=False, metavar="[SHAPE]")
+@click.argument("shapes", nargs=-1, metavar="[SHAPE]...")
 @checkpoint_option(multiple=False)
 @fused_option
 @tp_option
@@ -47,6 +49,7 @@ __all__ = ["inspect"]
 @click.option("--device-name", metavar="TEXT", help="A device of the database, by a part of what is shown of it.")
 @click.option("--why", "why_kernel", metavar="KERNEL", help="What became of this kernel's candidates.")
 @click.option("--config", metavar="JSON", help="With --why: only this candidate.")
+@click.option("--layout", "by_layout", is_flag=True, help="What every weight layout takes at every M, of all SHAPEs.")
 @click.option("--kernels", "list_kernels", is_flag=True, help="Every kernel, and whether it can run the shape.")
 @click.option(
     "--roofline",
@@ -56,7 +59,7 @@ __all__ = ["inspect"]
 @database_option
 @json_option
 def inspect(
-    shape: str | None,
+    shapes: tuple[str, ...],
     checkpoint: Path | None,
     fused: bool,
     tp: int,
@@ -64,6 +67,7 @@ def inspect(
     device_name: str | None,
     why_kernel: str | None,
     config: str | None,
+    by_layout: bool,
     list_kernels: bool,
     roofline: str | None,
     db: Path | None,
@@ -77,11 +81,14 @@ def inspect(
       nvfp4 inspect 4096x14336 --roofline measure
       nvfp4 inspect 4096x14336 --why two_pass
       nvfp4 inspect 4096x14336 --kernels
+      nvfp4 inspect --layout
+      nvfp4 inspect --layout 4096x14336 6144x4096
       nvfp4 inspect --json --device-name H200
       nvfp4 inspect --checkpoint path/to/model-NVFP4
     """
+    shape = shapes[0] if shapes else None
     if checkpoint is not None:
-        if shape is not None or why_kernel or config or list_kernels or roofline:
+        if shapes or why_kernel or config or by_layout or list_kernels or roofline:
             raise click.UsageError("--checkpoint goes with neither a SHAPE nor options that need one")
         check_tp(tp)
         found = _coverage(checkpoint, db, device_name, tp=tp, dtype=dtype, fused=fused)
@@ -89,6 +96,13 @@ def inspect(
         return
     if fused or tp != 1:
         raise click.UsageError("--fused and --tp are for --checkpoint")
+    if by_layout:
+        if why_kernel or config or list_kernels or roofline:
+            raise click.UsageError("--layout goes with none of --why, --config, --kernels and --roofline")
+        _layouts(shapes, db, device_name, dtype, as_json)
+        return
+    if len(shapes) > 1:
+        raise click.UsageError("several SHAPEs are for --layout")
     if shape is None:
         _refuse_without_shape(why_kernel=why_kernel, kernels=list_kernels, roofline=roofline)
     if config is not None and why_kernel is None:
@@ -118,6 +132,23 @@ def inspect(
         limits = _limits(roofline, device) if roofline else None
         one = report(store, device, problem, known, limits=limits)
         print_json(one) if as_json else views.show_report(console(), one)
+
+
+def _layouts(
+    shapes: tuple[str, ...], db: Path | None, device_name: str | None, dtype: str | None, as_json: bool
+) -> None:
+    with Store.open(db, readonly=True) as store:
+        device = _device(store, device_name)
+        measured = [problem for known, problem in store.problems() if known == device]
+        problems = [problem for problem in measured if dtype in (None, problem.dtype)]
+        if shapes:
+            problems = [parse_shape(shape, dtype=dtype or DTYPES[0]) for shape in dict.fromkeys(shapes)]
+        for problem in problems:
+            if problem not in measured:
+                _refuse_unmeasured(store, device, problem)
+        known = {op: {kernel.name: kernel for kernel in registry.kernels(op)} for op in OPS}
+        found = tuple(layout_report(store, device, problem, known[problem.op]) for problem in problems)
+    print_json(found) if as_json else show_layouts(console(), found)
 
 
 def _coverage(

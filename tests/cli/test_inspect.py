@@ -7,6 +7,8 @@ import msgspec
 import pytest
 from nvfp4.cache.fingerprint import environment
 from nvfp4.cache.inspect import ProblemReport, Summary
+from nvfp4.cache.layouts import LayoutReport
+from nvfp4.cache.plan import make_plan
 from nvfp4.cache.records import Measurement
 from nvfp4.cache.store import Store
 from nvfp4.cache.why import Why
@@ -126,6 +128,84 @@ def test_kernels_for_a_device_of_the_database(run, tmp_path):
     assert {one["kernel"]: one["reason"] for one in found}["fake_good"] == "fakes run on the CPU"
 
 
+H200 = Device(kind="cuda", name="NVIDIA H200", capability=(9, 0), units=132, smem_bytes=232448, memory_bytes=140 << 30)
+
+
+MEASURED = {  # kernel -> M -> microseconds
+    "triton_fused": {16: 11.0, 32: 11.0},
+    "two_pass": {256: 26.0, 1024: 60.0},
+    "triton_fused_fragment": {16: 9.0, 32: 9.0},
+    "two_pass_fragment": {256: 20.0, 4096: 190.0},
+}
+
+
+@pytest.fixture
+def two_layouts(tmp_path):
+    """An H200 with a problem whose fragment layout is ahead, measured with another implementation of its kernel."""
+    path = tmp_path / "layouts.db"
+    problem = Problem(n=4096, k=4096)
+    rows, implementations = [], {}
+    for name, times in MEASURED.items():
+        kernel = registry.get(name)
+        implementations[name] = "0123456789abcdef" if name == "two_pass_fragment" else implementation_hash(kernel)
+        for m, us in times.items():
+            config = kernel.default_config(H200, problem, m).to_json()
+            about = {"layout": kernel.layout(H200, problem), "implementation": implementations[name]}
+            other = {"problem": problem, "kernel": name, "config": config, "m": m, "p50_us": us}
+            rows.append(msgspec.structs.replace(row(H200), uuid=f"{name} {m}", **about, **other))
+    known = {name: registry.get(name) for name in implementations}
+    plan = make_plan(
+        H200, problem, rows, kernels=known, environment=environment(), implementation_by_kernel=implementations
+    )
+    with Store.open(path) as store:
+        store.add(rows)
+        store.save_plan(plan)
+        store.add([msgspec.structs.replace(row(H200), problem=Problem(n=40, k=64, dtype="float16"))])
+    return path
+
+
+def test_layouts_side_by_side_at_any_width(two_layouts, run, columns):
+    done = run("inspect", "--layout", "4096x4096", "--db", two_layouts, columns=columns)
+    assert done.code == 0 and done.err == ""
+    tables = [line for line in done.out.splitlines() if line.startswith((" ", "M ", "kernel", "costs"))]
+    assert fits("\n".join(tables), columns) and "…" not in done.out
+    for words in ("marks layout fragment1-bf16, for decode-heavy traffic", "two_pass_fragment*", "60.0", "190.0 @4096"):
+        assert words in done.out
+    for words in (
+        "+22 %",
+        "-68 %",
+        "none",
+        "not measured",
+        "* rows measured with another implementation",
+    ):
+        assert words in done.out
+    assert "checkpoint: not measured at the largest M, so it cannot be marked" in done.out
+
+
+def test_layouts_as_json_are_those_of_all_problems_of_the_device(two_layouts, run):
+    done = run("inspect", "--layout", "--db", two_layouts, "--json")
+    small, big = msgspec.json.decode(done.out, type=tuple[LayoutReport, ...])
+    assert (big.device, big.marked, big.stale) == (H200, "fragment1-bf16", {"two_pass_fragment": 2})
+    assert [(row.m, *(cell.p50_us for cell in row.layouts)) for row in big.rows] == [
+        (16, 9.0, 11.0),
+        (32, 9.0, 11.0),
+        (256, 20.0, 26.0),
+        (1024, 190.0, 60.0),
+        (4096, 190.0, None),
+    ]
+    assert (small.problem.dtype, small.plan_id, small.rows) == ("float16", "", ())
+    for arguments, count in ((("--dtype", "float16"), 1), (("4096x4096", "4096,4096"), 1)):
+        done = run("inspect", "--layout", *arguments, "--db", two_layouts, "--json")
+        assert len(json.loads(done.out)) == count
+
+
+def test_layouts_of_a_problem_without_a_plan(tuned, two_devices, run):
+    done = run("inspect", "--layout", "--device-name", "3000", "--db", two_devices)
+    assert done.code == 0 and "no plan yet; by these measurements it would mark layout checkpoint" in done.out
+    assert "Fake 4000" not in done.out
+    assert run("inspect", "--layout", "40x64", "64x64", "--db", tuned.path).code == 1
+
+
 def test_a_device_is_chosen_by_a_part_of_its_name(two_devices, run):
     done = run("inspect", "40x64", "--device-name", "fake 4", "--db", two_devices, "--json")
     assert msgspec.json.decode(done.out, type=ProblemReport).device.name == "Fake 4000"
@@ -148,7 +228,17 @@ def test_a_problem_that_was_not_measured(tuned, run):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--why", "fake_good"), ("--kernels",), ("--roofline", "measure"), ("40x64", "--config", "{}"), ("40x64x3",)],
+    [
+        ("--why", "fake_good"),
+        ("--kernels",),
+        ("--roofline", "measure"),
+        ("40x64", "--config", "{}"),
+        ("40x64x3",),
+        ("40x64", "64x64"),
+        ("--layout", "40x64", "--kernels"),
+        ("--layout", "--roofline", "1,1"),
+        ("--layout", "40x"),
+    ],
 )
 def test_options_that_do_not_fit_together(tuned, run, arguments):
     done = run("inspect", *arguments, "--db", tuned.path)
