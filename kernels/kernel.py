@@ -100,6 +100,13 @@ class Kernel(ABC):
     def default_config(self, device: Device, problem: Problem, m: int) -> Any:
         """What an untuned machine runs, and what the tuner measures first; in the space, and valid for m."""
 
+    def predicted_us(self, device: Device, problem: Problem, config: Any, m: int) -> float | None:
+        """About how many microseconds a valid config takes, or None where nothing is foreseen.
+
+        The tuner compares the configs of one kernel at one M by it, and measures those in front first.
+        """
+        return None
+
     @abstractmethod
     def build(self, device: Device, problem: Problem, config: Any) -> Launcher:
         """Compile (cached on disk; no GPU needed) and return the launcher, which loads onto the GPU when first called.

@@ -6,18 +6,20 @@ import math
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
 from ..cache.records import BASELINE, TIMING, Measurement, Plan
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
+from ..kernels.untuned import made_for_width, untuned_layout
 from .messages import BASELINE_CONFIG, Entrant
 from .statistics import hopeless, spread
 
-__all__ = ["Candidate", "Known", "candidates_of", "default_at", "neighbours", "ordered"]
+__all__ = ["Candidate", "Known", "candidates_of", "default_at", "neighbours", "ordered", "promising"]
 
+PROMISING = 16  # configs per M of a kernel that predicts
 NEIGHBOURS = 3  # plans of similar shapes whose winners are tried early
 GIVEN_UP = ("wrong", "nan", "crash", "timeout", "build_error", "invalid")  # at one M: not trusted at any
 
@@ -57,13 +59,13 @@ def candidates_of(
 
 
 def default_at(device: Device, problem: Problem, m: int, candidates: Mapping[Entrant, Candidate]) -> Entrant | None:
-    """What runs untuned: the default of the kernel made for the narrowest range that contains m."""
+    """What runs untuned: of the layout that is taken then, the default of the kernel made for the narrowest range."""
     kernels = {candidate.kernel.name: candidate.kernel for candidate in candidates.values()}
+    layout = untuned_layout(device, problem, kernels.values())
     widths = [
-        (math.inf if high is None else high - low, name)
+        (width, name)
         for name, kernel in kernels.items()
-        for low, high in kernel.made_for
-        if low <= m and (high is None or m <= high)
+        if kernel.layout(device, problem) == layout and (width := made_for_width(kernel, m)) is not None
     ]
     for _, name in sorted(widths):
         entrant = Entrant(kernel=name, config=kernels[name].default_config(device, problem, m).to_json())
@@ -96,24 +98,73 @@ def neighbours(plans: Iterable[Plan], device: Device, problem: Problem) -> tuple
 
 def ordered(
     device: Device, problem: Problem, candidates: Mapping[Entrant, Candidate], first: Iterable[Entrant]
-) -> list[Candidate]:
-    """Defaults, then `first`, then the others: shuffled (the same way in every run), kernels taking turns."""
-    kernels = {candidate.kernel.name: candidate.kernel for candidate in candidates.values()}
-    ms = sorted({m for candidate in candidates.values() for m in candidate.ms})
-    defaults = [
-        Entrant(kernel=name, config=kernel.default_config(device, problem, m).to_json())
-        for m in ms
-        for name, kernel in kernels.items()
+) -> tuple[list[Candidate], int]:
+    """All candidates in the order of trying, and how many are certain to be tried: defaults and `first`.
+
+    Behind those come the promising ones, then the others, shuffled (the same way in every run); kernels take turns.
+    """
+    early = [
+        candidates[entrant]
+        for entrant in dict.fromkeys((*_defaults(device, problem, candidates), *first))
+        if entrant in candidates
     ]
-    early = [candidates[entrant] for entrant in dict.fromkeys((*defaults, *first)) if entrant in candidates]
+    promise = [candidate for candidate, _ in promising(device, problem, candidates)]
+    known = {candidate.entrant for candidate in (*early, *promise)}
+    kernels = sorted({candidate.kernel.name for candidate in candidates.values()})
     groups = [
-        [candidate for candidate in candidates.values() if candidate.kernel.name == name and candidate not in early]
-        for name in sorted(kernels)
+        [candidate for entrant, candidate in candidates.items() if entrant.kernel == name and entrant not in known]
+        for name in kernels
     ]
     for group in groups:
         random.Random(problem.label).shuffle(group)
     late = [candidate for turn in zip_longest(*groups) for candidate in turn if candidate is not None]
-    return early + late
+    return list(dict.fromkeys((*early, *promise, *late))), len(early)
+
+
+def _defaults(device: Device, problem: Problem, candidates: Mapping[Entrant, Candidate]) -> list[Entrant]:
+    kernels = {candidate.kernel.name: candidate.kernel for candidate in candidates.values()}
+    ms = sorted({m for candidate in candidates.values() for m in candidate.ms})
+    return [
+        Entrant(kernel=name, config=kernel.default_config(device, problem, m).to_json())
+        for m in ms
+        for name, kernel in kernels.items()
+    ]
+
+
+def promising(device: Device, problem: Problem, candidates: Mapping[Entrant, Candidate]) -> list[tuple[Candidate, int]]:
+    """What is likely to be near the best, each with the M that it is likely at; kernels and M take turns.
+
+    Of kernels that predict their times the configs in front, PROMISING for every M. Of others the neighbours of the
+    default: those that differ in one field.
+    """
+    by_kernel: dict[str, list[Candidate]] = {}
+    for candidate in candidates.values():
+        by_kernel.setdefault(candidate.kernel.name, []).append(candidate)
+    ranked = []
+    for name in sorted(by_kernel):
+        group = by_kernel[name]
+        for m in sorted({m for candidate in group for m in candidate.ms}):
+            ranked.append([(candidate, m) for candidate in _front(device, problem, group, m)])
+    found: dict[Entrant, tuple[Candidate, int]] = {}
+    for turn in zip_longest(*ranked):
+        for pair in turn:
+            if pair is not None:
+                found.setdefault(pair[0].entrant, pair)
+    return list(found.values())
+
+
+def _front(device: Device, problem: Problem, group: Sequence[Candidate], m: int) -> list[Candidate]:
+    kernel = group[0].kernel
+    serving = [candidate for candidate in group if m in candidate.ms]
+    default = kernel.default_config(device, problem, m)
+    if not serving or kernel.predicted_us(device, problem, serving[0].config, m) is None:
+        return [candidate for candidate in serving if _fields_apart(candidate.config, default) == 1]
+    predicted = {c: kernel.predicted_us(device, problem, c.config, m) or math.inf for c in serving}
+    return sorted(serving, key=predicted.__getitem__)[:PROMISING]
+
+
+def _fields_apart(one: Any, other: Any) -> int:
+    return sum(getattr(one, field.name) != getattr(other, field.name) for field in fields(one))
 
 
 @dataclass(slots=True)

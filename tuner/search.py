@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from .candidates import Candidate, default_at, ordered
+from .candidates import Candidate, default_at, ordered, promising
 from .events import Progress, Standing
 from .messages import Entrant
 from .session import ProblemRun
@@ -17,6 +17,7 @@ __all__ = ["WHOLE", "screen_all", "standings", "submit_builds"]
 
 WHOLE = 400  # candidates: a space up to this size is measured whole, if time allows; of a larger one so many
 LEARN = 8  # candidates screened before the time for all is estimated
+FAR = 1.3  # times the best at an M: a kernel that is slower there is not looked into
 AHEAD = 16  # candidates proposed before those ahead of them are measured: they compile meanwhile
 PROGRESS_S = 0.5
 
@@ -36,10 +37,9 @@ def screen_all(run: ProblemRun, *, first: tuple[Entrant, ...] = (), deadline: fl
     int
         How many candidates were left unexplored: by the deadline, or because the space is too large.
     """
-    queue = ordered(run.session.device, run.problem, run.candidates, first)
+    queue, certain = ordered(run.session.device, run.problem, run.candidates, first)
     whole = len(queue) <= WHOLE
-    early = set(first)
-    order = _Order(run, queue, head=len(queue) if whole else LEARN + sum(c.entrant in early for c in queue))
+    order = _Order(run, queue, certain=certain, whole=whole)
     begun = shown = time.monotonic()
     done = spent = 0
     for candidate in order:
@@ -83,34 +83,39 @@ def _explored(run: ProblemRun) -> int:
 
 
 def submit_builds(run: ProblemRun, first: tuple[Entrant, ...] = ()) -> None:
-    """Start to compile what is certain to be screened: all candidates of a space that is measured whole."""
+    """Start to compile what is certain to be screened: a space that is measured whole, else defaults and hints."""
     session = run.session
-    queue = ordered(session.device, run.problem, run.candidates, first)
+    queue, certain = ordered(session.device, run.problem, run.candidates, first)
     best_us = run.known.best_us()
-    for candidate in queue if len(queue) <= WHOLE else queue[:LEARN]:
+    for candidate in queue if len(queue) <= WHOLE else queue[:certain]:
         if run.known.pending(candidate, best_us):
             session.builds.submit(session.device, run.problem, candidate.kernel, candidate.config)
 
 
 class _Order:
-    """Yields candidates: the first ones of the queue, then the rest of it or what a Suggester proposes."""
+    """Yields candidates: those that are certain, and all others where there is time for the whole queue.
 
-    def __init__(self, run: ProblemRun, queue: list[Candidate], *, head: int) -> None:
-        self._run, self._queue, self._head = run, queue, head
+    Else the promising ones, as far as their kernel has come near the best at the M they are promising at; then what a
+    Suggester proposes.
+    """
+
+    def __init__(self, run: ProblemRun, queue: list[Candidate], *, certain: int, whole: bool) -> None:
+        self._run, self._queue, self._certain, self._whole = run, queue, certain, whole
         self._measured: dict[Entrant, Candidate] = {}
         self._suggester: Suggester | None = None
         self._ahead: deque[Candidate] = deque()  # proposed, and being compiled
 
     def __iter__(self) -> Iterator[Candidate]:
-        at = 0
-        while at < min(self._head, len(self._queue)):
-            yield self._queue[at]
-            at += 1
-        while len(self._measured) < len(self._queue):
-            candidate = self._propose()
-            if candidate is None:
-                return
+        for at, candidate in enumerate(self._queue):
+            if at >= self._certain and not self._whole:
+                break
             yield candidate
+        yield from self._promising()
+        while len(self._measured) < len(self._queue):
+            proposed = self._propose()
+            if proposed is None:
+                return
+            yield proposed
 
     def measured(self, candidate: Candidate) -> None:
         """Tell that a candidate has been dealt with."""
@@ -119,8 +124,33 @@ class _Order:
             self._suggester.tell(candidate, self._slowdown(candidate))
 
     def be_choosy(self) -> None:
-        """There is no time for all: let the rest be proposed."""
-        self._head = 0
+        """There is no time for all."""
+        self._whole = False
+
+    def _promising(self) -> Iterator[Candidate]:
+        run = self._run
+        left = deque(promising(run.session.device, run.problem, run.candidates))
+        ahead: deque[tuple[Candidate, int]] = deque()  # being compiled
+        while left or ahead:
+            while left and len(ahead) < AHEAD:
+                candidate, m = left.popleft()
+                if candidate.entrant not in self._measured and self._near(candidate, m):
+                    run.session.builds.submit(run.session.device, run.problem, candidate.kernel, candidate.config)
+                    ahead.append((candidate, m))
+            if ahead:
+                candidate, m = ahead.popleft()
+                if self._near(candidate, m):  # the best may have come down meanwhile
+                    yield candidate
+
+    def _near(self, candidate: Candidate, m: int) -> bool:
+        """Whether the candidate's kernel may still win at m: nothing is known of it there, or it is not FAR behind."""
+        known = self._run.known
+        times = [
+            rows[m].p50_us or math.inf
+            for entrant, rows in known.screens.items()
+            if entrant.kernel == candidate.kernel.name and m in rows
+        ]
+        return not times or min(times) <= FAR * known.best_us().get(m, math.inf)
 
     def _propose(self) -> Candidate | None:
         if self._suggester is None:

@@ -103,6 +103,10 @@ class Marlin(Kernel):
         """What `predicted_us` ranks first."""
         return _default(device, problem, token_tile(m))
 
+    def predicted_us(self, device: Device, problem: Problem, config: MarlinConfig, m: int) -> float:
+        """From bytes, instructions and what blocks cost each other."""
+        return predicted_us(device, problem, config, m)
+
     def build(self, device: Device, problem: Problem, config: MarlinConfig) -> Launcher:
         """Compile for the device, x's dtype and the config; N, K and M stay run-time values."""
         return _Launch(device, problem, config)

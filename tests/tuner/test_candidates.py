@@ -3,7 +3,7 @@ from nvfp4.cache.records import BASELINE, Environment, Interval, LayoutPlan, Mea
 from nvfp4.kernels.kernel import implementation_hash
 from nvfp4.kernels.problem import Problem
 from nvfp4.testing.fakes import FakeConfig, Good, Trouble, fake_device
-from nvfp4.tuner.candidates import Known, candidates_of, default_at, neighbours, ordered
+from nvfp4.tuner.candidates import PROMISING, Known, candidates_of, default_at, neighbours, ordered, promising
 from nvfp4.tuner.messages import Entrant
 
 DEVICE = fake_device()
@@ -58,12 +58,43 @@ def test_kernels_without_candidates_give_their_reason():
 
 def test_defaults_and_hints_go_first_and_kernels_take_turns():
     candidates, _ = candidates_of(DEVICE, PROBLEM, MS, [GOOD, Trouble()])
-    queue = ordered(DEVICE, PROBLEM, candidates, [good(3000), Entrant(kernel="gone", config="{}")])
+    queue, certain = ordered(DEVICE, PROBLEM, candidates, [good(3000), Entrant(kernel="gone", config="{}")])
     names = [candidate.entrant for candidate in queue]
+    assert certain == 3
     assert names[:3] == [good(300), Entrant(kernel="fake_trouble", config='{"what":"zeros"}'), good(3000)]
     assert sorted(names, key=str) == sorted(candidates, key=str)
     assert {queue[3].kernel.name, queue[4].kernel.name} == {"fake_good", "fake_trouble"}
-    assert [c.entrant for c in ordered(DEVICE, PROBLEM, candidates, [good(3000)])] == names
+    assert [c.entrant for c in ordered(DEVICE, PROBLEM, candidates, [good(3000)])[0]] == names
+
+
+class Foreseen(Good):
+    """Predicts that a long delay is quick at M = 1 and slow elsewhere."""
+
+    def predicted_us(self, device, problem, config, m):
+        return -config.delay_us if m == 1 else config.delay_us
+
+
+def test_what_a_kernel_foresees_is_promising_in_that_order():
+    candidates, _ = candidates_of(DEVICE, PROBLEM, MS, [Foreseen()])
+    found = promising(DEVICE, PROBLEM, candidates)
+    assert len(found) == len({c.entrant for c, _ in found}) == 6 <= PROMISING  # all of a small space
+    at_one = [c.config.delay_us for c, m in found if m == 1]
+    assert at_one == sorted(at_one, reverse=True)
+    at_eight = [c.config.delay_us for c, m in found if m == 8]
+    assert at_eight == sorted(at_eight)
+    assert {m for _, m in found} >= {1, 8}
+
+
+def test_of_other_kernels_the_neighbours_of_the_default_are_promising(candidates):
+    found = promising(DEVICE, PROBLEM, candidates)
+    default = FakeConfig(delay_us=300)
+    for candidate, m in found:
+        assert m in candidate.ms
+        differs = [f for f in ("delay_us", "small_m") if getattr(candidate.config, f) != getattr(default, f)]
+        assert len(differs) == 1
+    assert good(0) in {c.entrant for c, _ in found}
+    queue, certain = ordered(DEVICE, PROBLEM, candidates, ())
+    assert [c.entrant for c in queue[certain : certain + len(found)]] == [c.entrant for c, _ in found]
 
 
 def test_untuned_runs_the_default_of_the_narrowest_kernel(candidates):

@@ -15,7 +15,7 @@ from nvfp4.kernels.kernel import Config, Kernel, Space
 from nvfp4.kernels.problem import YES, Problem, Verdict
 from nvfp4.testing.fakes import fake_device
 from nvfp4.tuner import events as ev
-from nvfp4.tuner.messages import Ceiling, Done, Row, Screen, Started
+from nvfp4.tuner.messages import Ceiling, Done, Entrant, Row, Screen, Started
 from nvfp4.tuner.run import Interrupted, tune
 from nvfp4.tuner.statistics import hopeless, spread
 from nvfp4.tuner.worker import Died
@@ -260,6 +260,30 @@ def test_of_a_large_space_four_hundred_are_chosen_once(install, go):
     assert len(screened) == 400 and result.unexplored == {PROBLEM: 32}
     assert result.plans[PROBLEM].intervals()[-1].expected_us < 1.02 * (360 / 4 + 4096 * 8 / 360)
     assert go(ms=(1, 4096), quick=True)[0].measured == 0
+
+
+def test_of_a_large_space_what_is_foreseen_comes_first_and_hopeless_kernels_are_not_looked_into(
+    install, go, monkeypatch
+):
+    class Foreseen(Tiles):
+        def predicted_us(self, device, problem, config, m):
+            return config.rows / 4 + m * 8 / config.rows + config.variant / 16
+
+    sizes = tuple(range(8, 520, 8))
+    install(Foreseen("tiles", rows=sizes, variants=4), Foreseen("slow", rows=sizes, variants=4))  # 512 together
+    quick_us = model_us
+    slow = lambda entrant, m: quick_us(entrant, m) * (20 if entrant.kernel == "slow" else 1)  # noqa: E731
+    monkeypatch.setitem(globals(), "model_us", slow)
+    ticks = iter(range(10**6))
+    monkeypatch.setattr("nvfp4.tuner.search.time.monotonic", lambda: next(ticks) / 10)  # each look takes 0.1 s
+    go(ms=(4096,), quick=True, budget_s=8.0)
+    order = [request.entrant for request in ModelWorker.requests if isinstance(request, Screen)]
+    assert {entrant.kernel for entrant in order[:2]} == {"slow", "tiles"}  # the defaults
+    foreseen = [entrant for entrant in order[2:18] if entrant.kernel == "tiles"]
+    texts = [Tile(rows=rows, variant=v).to_json() for rows in sizes for v in range(4)]
+    texts.sort(key=lambda text: quick_us(Entrant(kernel="tiles", config=text), 4096))
+    assert [entrant.config for entrant in foreseen] == texts[: len(foreseen)]
+    assert len(foreseen) == 16 and not [entrant for entrant in order[2:18] if entrant.kernel == "slow"]
 
 
 def test_a_small_space_is_measured_whole(install, go):
