@@ -71,9 +71,10 @@ class CpuExperts(Kernel):
         return config if self.is_valid(device, problem, config, m) else smallest
 
     def source_files(self) -> tuple[Path, ...]:
-        """The kernel's own file, this one, and the decoder."""
-        here = Path(__file__)
-        return (here.parent / f"{self.name}.py", here, here.parent.parent / "cpu_decode.py")
+        """The kernel's own file, this one, what `cpu_moe` imports besides, and the decoder."""
+        here = Path(__file__).parent
+        own = (f"{self.name}.py", Path(__file__).name, "activations.py", "routing.py")
+        return (*(here / name for name in own), here.parent / "cpu_decode.py")
 
 
 def _columns(problem: Problem) -> dict[str, int]:

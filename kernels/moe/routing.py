@@ -99,6 +99,7 @@ class TritonRouting:
         from ._triton_routing_device import count_pairs, sort_pairs
 
         self.experts = experts
+        self._ran = False
         ids = {"ids_ptr": "*i32", "map_ptr": "*i32", "counts_ptr": "*i32"}
         integers = dict.fromkeys(("pairs", "experts", "id_words", "map_words", "map_size"), "i32")
         sorted_ = ids | {"offsets_ptr": "*i32", "pairs_ptr": "*i32"} | integers
@@ -126,11 +127,14 @@ class TritonRouting:
         ordered = topk_ids.new_empty(pairs, dtype=torch.int32)
         offsets = topk_ids.new_empty(self.experts + 1, dtype=torch.int32)
         numbers = (pairs, self.experts, id_words, map_words, map_size)
-        if pairs <= ONE_BLOCK_PAIRS:
+        few = pairs <= ONE_BLOCK_PAIRS
+        # The first call goes both ways: neither may be loaded onto the GPU within a graph capture later.
+        if few or not self._ran:
             self._one.launch((1, 1, 1), ids, known, offsets, offsets, ordered, *numbers)
-        else:
+        if not few or not self._ran:
             counts = torch.empty_like(offsets)
             blocks = -(-self.experts // self._spread)
             self._count.launch((blocks, 1, 1), ids, known, counts, *numbers)
             self._sort.launch((blocks, 1, 1), ids, known, counts, offsets, ordered, *numbers)
+        self._ran = True
         return offsets, ordered

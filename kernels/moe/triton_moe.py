@@ -77,7 +77,7 @@ class _Launch:
         offsets, order = self.routing(a.topk_ids, a.expert_map)
         between = a.x.new_empty((order.shape[0], self.inter_steps * STEP))
         results = a.topk_weights.new_empty((order.shape[0], p.k))
-        tiles = most_tiles(order.shape[0], p.experts + 1, self.config.block_m)  # and those left out, behind all
+        tiles = most_tiles(order.shape[0], p.experts, self.config.block_m)  # those of left-out pairs would be behind
         self._first(a, self.planes(a.x, a.pre_quant_scale), offsets, order, between, tiles)
         self._second(a, between, offsets, order, results, tiles)
         ids, id_words = as_words(a.topk_ids)

@@ -79,6 +79,21 @@ def test_triton_route(case, blocks, monkeypatch):
 
 
 @interpreted
+def test_the_first_call_loads_every_kernel(monkeypatch):
+    router = routing.TritonRouting(H200, 4)
+    ran = []
+    for name in ("_one", "_count", "_sort"):
+        launch = getattr(router, name).launch
+        monkeypatch.setattr(
+            getattr(router, name), "launch", lambda *a, name=name, launch=launch: (ran.append(name), launch(*a))
+        )
+    check(lambda ids, experts, known: router(ids, known), random_ids(5, 2, 4, 0), 4)
+    assert sorted(ran) == ["_count", "_one", "_sort"]
+    check(lambda ids, experts, known: router(ids, known), random_ids(6, 2, 4, 1), 4)
+    assert sorted(ran) == ["_count", "_one", "_one", "_sort"]
+
+
+@interpreted
 def test_many_pairs_take_two_launches_and_give_the_same():
     ids = random_ids(1100, 2, 40, 6)
     assert ids.numel() > routing.ONE_BLOCK_PAIRS
