@@ -9,6 +9,7 @@ import msgspec
 
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
+from ..kernels.untuned import made_for_width, untuned_layout
 from .evidence import Evidence, Timed, gather, implementations
 from .fingerprint import changes, environment
 from .records import BASELINE, TIMING, Interval, Measurement, Plan
@@ -158,25 +159,17 @@ def baseline_us(rows: Iterable[Measurement], m: int, protocol: str) -> float | N
 
 
 def untuned(evidence: Evidence, m: int) -> Timed | None:
-    """The default of the kernel made for the narrowest range that contains m, if it was timed there."""
-    defaults = [
-        timed
-        for layout in evidence.layouts()
+    """What runs at m without a plan, if it was timed: the default of the kernel made for the narrowest range around m.
+
+    Of those that read the layout that is taken then.
+    """
+    layout = untuned_layout(evidence.device, evidence.problem, evidence.kernels.values())
+    found = [
+        (width, timed.candidate.kernel, timed)
         for timed in evidence.times.get((layout, m), ())
-        if timed.is_default and _width(evidence.kernels[timed.candidate.kernel], m) is not None
+        if timed.is_default and (width := made_for_width(evidence.kernels[timed.candidate.kernel], m)) is not None
     ]
-    return min(
-        defaults,
-        key=lambda timed: (_width(evidence.kernels[timed.candidate.kernel], m) or 0.0, timed.candidate.kernel),
-        default=None,
-    )
-
-
-def _width(kernel: Kernel, m: int) -> float | None:
-    widths = [
-        float("inf") if hi is None else hi - lo + 1 for lo, hi in kernel.made_for if lo <= m and (hi is None or m <= hi)
-    ]
-    return min(widths, default=None)
+    return min(found, key=lambda entry: entry[:2])[2] if found else None
 
 
 def _anchor(

@@ -11,6 +11,7 @@ from rich.console import Console
 from ..cache.records import Plan
 from ..cache.store import Store
 from ..dispatch.checkpoint import Checkpoint
+from ..dispatch.layout import choose_layout
 from ..dispatch.segments import Segment, decide
 from ..errors import Unsupported
 from ..kernels.problem import Device, Problem
@@ -49,7 +50,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     problems: tuple[Covered, ...]
     planned_layers: int
     layers: int
-    bytes: dict[str, int]  # of all these layers on one rank, by layout: "planned" takes what each plan marks
+    bytes: dict[str, int]  # of all these layers on one rank, by layout: "planned" takes each one's own
     experts: dict[str, int]  # NVFP4 experts by module; no op runs them yet
     foreign: dict[str, str]  # layers in other formats
 
@@ -97,7 +98,7 @@ def coverage(
 def _covered(
     checkpoint: Checkpoint, device: Device, problem: Problem, names: tuple[str, ...], plan: Plan | None
 ) -> Covered:
-    layout = plan.layout if plan is not None and plan.layout in layout_ids() else "checkpoint"
+    layout = choose_layout(device, problem, plan)
     try:
         decision = decide(device, problem, layout, plan)
     except Unsupported as error:

@@ -142,7 +142,7 @@ def _layouts(
         measured = [problem for known, problem in store.problems() if known == device]
         problems = [problem for problem in measured if dtype in (None, problem.dtype)]
         if shapes:
-            problems = [parse_shape(shape, dtype=dtype or DTYPES[0]) for shape in dict.fromkeys(shapes)]
+            problems = list(dict.fromkeys(parse_shape(shape, dtype=dtype or DTYPES[0]) for shape in shapes))
         for problem in problems:
             if problem not in measured:
                 _refuse_unmeasured(store, device, problem)

@@ -11,7 +11,7 @@ import rich_click as click
 import torch
 
 from ..cache.store import Store
-from ..dispatch.table import planned_layout
+from ..dispatch.layout import planned_layout
 from ..dispatch.warmup import warmup as bind
 from ..errors import Nvfp4Error, message
 from ..kernels.device import describe

@@ -12,8 +12,8 @@ from ..kernels.weights.experts import pack_experts
 from ..kernels.weights.fragment import fragment_id
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
-from . import table
 from .checks import DTYPE_NAMES
+from .layout import planned_layout
 
 __all__ = ["pack"]
 
@@ -39,10 +39,12 @@ def pack(
     weight_scale_2
         The global scale, a factor: float32 with one element, or [N]; for experts [E], [E, 1], or [E, 2]: gate, up.
     dtype
-        Of the x it will meet: layouts may depend on it, and so do plans.
+        Of the x it will meet: layouts may depend on it, and so do plans. A layout for one dtype refuses x of the
+        other; "checkpoint" takes both.
     layout
-        Layout id of the result; "fragment" picks the one of the fragment layouts that fits device and dtype; None asks
-        the plan of this problem on this device, and takes "checkpoint" without one. Experts stay in "checkpoint".
+        Layout id of the result; "fragment" picks the one of the fragment layouts that fits device and dtype. None takes
+        what the plan of this problem on this device marks. Without a plan, or where no kernel here reads that layout,
+        it takes the fragment layout on a GPU and "checkpoint" on a CPU. Experts stay in "checkpoint".
     scale_layout
         "linear", or "swizzled" when weight_scale is in the 128x4 order (any shape).
     repair_nan
@@ -51,7 +53,8 @@ def pack(
     Returns
     -------
     Weight
-        On weight's device. In layout "checkpoint" it shares storage with the arguments where they are aligned.
+        On weight's device. In layout "checkpoint" it shares storage with the arguments where they are aligned; in any
+        other it is a copy, beside which the arguments may be dropped: `Weight.to_checkpoint` gives them back.
 
     Raises
     ------
@@ -74,10 +77,8 @@ def pack(
 
 
 def _planned_layout(weight: Tensor, dtype: torch.dtype) -> str:
-    if weight.device.type not in ("cpu", "cuda"):
-        return "checkpoint"
     problem = Problem(n=weight.shape[0], k=2 * weight.shape[1], dtype=DTYPE_NAMES[dtype])
-    return table.planned_layout(weight.device, problem)
+    return planned_layout(weight.device, problem)
 
 
 def _fragment_id(device: torch.device, dtype: torch.dtype) -> str:

@@ -11,13 +11,13 @@ from ..errors import Unsupported, message
 from ..kernels import registry
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
+from ..kernels.untuned import OPEN, made_for_width
 
 __all__ = ["ANCHORS", "Decision", "Segment", "decide"]
 
 # The same M anchors as the tuner measures at: between them defaults do not change.
 ANCHORS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 
-OPEN = 1 << 31  # above every M, for comparing ranges without an end
 FAR = 1 << 20  # an M that stands for "however large" when a kernel is asked whether it is valid
 
 
@@ -195,9 +195,9 @@ def _probes(m_lo: int, m_hi: int | None) -> tuple[int, ...]:
 
 def _distance(kernel: Kernel, m: int) -> tuple[int, int]:
     """Sorts kernels by the narrowest range around m; those with none come last, the nearest range first."""
-    widths = [(high or OPEN) - low for low, high in kernel.made_for if low <= m <= (high or OPEN)]
-    if widths:
-        return 0, min(widths)
+    width = made_for_width(kernel, m)
+    if width is not None:
+        return 0, width
     return 1, min((max(low - m, m - (high or OPEN)) for low, high in kernel.made_for), default=OPEN)
 
 

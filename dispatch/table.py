@@ -17,11 +17,9 @@ from ..errors import BuildError, NotWarm, message
 from ..kernels.device import describe
 from ..kernels.kernel import Launcher
 from ..kernels.problem import Device, Problem
-from ..kernels.weights.layouts import layout as get_layout
-from ..kernels.weights.layouts import layout_ids
 from .segments import ANCHORS, Segment, decide
 
-__all__ = ["Bound", "UntunedWarning", "bind", "clear", "find_plan", "on_clear", "planned_layout"]
+__all__ = ["Bound", "UntunedWarning", "bind", "clear", "find_plan", "on_clear"]
 
 # (upper ends of all intervals but the last, launchers): launchers[bisect_left(uppers, m)] serves m tokens.
 Bound: TypeAlias = tuple[tuple[int, ...], tuple[Launcher, ...]]
@@ -149,14 +147,6 @@ def find_plan(device: Device, problem: Problem) -> Plan | None:
     from ..cache import lookup  # sqlite_utils comes with it
 
     return lookup.find_plan(device, problem)
-
-
-def planned_layout(device: torch.device, problem: Problem) -> str:
-    """The weight layout that the plan marks; "checkpoint" without a plan, or when it names none that fits here."""
-    plan = find_plan(describe(device), problem)
-    if plan is None or plan.layout not in layout_ids() or problem.dtype not in get_layout(plan.layout).dtypes:
-        return "checkpoint"
-    return plan.layout
 
 
 def _what_to_warm(problem: Problem) -> str:

@@ -12,8 +12,9 @@ from ..kernels.device import describe
 from ..kernels.problem import Problem
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
-from . import call, experts, table
+from . import call, experts
 from .checks import DTYPE_NAMES
+from .layout import planned_layout
 
 __all__ = ["warmup"]
 
@@ -69,7 +70,7 @@ def warmup(
         if isinstance(item, Problem):
             problem = item
             where = where_problems_run
-            layout = table.planned_layout(where, problem)
+            layout = planned_layout(where, problem)
         elif isinstance(item, Weight):
             problem = Problem(n=item.out_features, k=item.in_features, dtype=DTYPE_NAMES[dtype])
             where, layout = item.data.device, item.layout

@@ -93,13 +93,17 @@ def test_report_of_a_problem(store, fake, kernels):
 
 
 def test_the_default_is_the_kernel_made_for_the_narrowest_range(store, fake, kernels):
+    """Of the layout that is taken untuned: on this GPU the fragment layout, if there are kernels for it."""
     kernels["a"].made_for = ((1, 16),)
     kernels["packed"].made_for = ((1, 1024),)
     kernels["b"].made_for = ((2, 4),)
     found = report(store, fake.device, fake.problem, kernels)
     ratios = {(at.layout, at.m): (at.default_us, at.over_default) for at in found.anchors}
-    assert ratios["checkpoint", 1] == (8.0, 1.6)
+    assert ratios["checkpoint", 1] == (2.0, 0.4)
     assert ratios["fragment1-bf16", 128] == (20.0, 1.0)
+    del kernels["packed"]
+    (at, _) = report(store, fake.device, fake.problem, kernels).anchors
+    assert (at.m, at.default_us, at.over_default) == (1, 8.0, 1.6)
 
 
 def test_roofline():

@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nvfp4.dispatch.segments import decide
 from nvfp4.kernels import reference, registry
 from nvfp4.kernels.problem import Problem
 from nvfp4.kernels.triton_launch import interpreting
 from nvfp4.kernels.weights.codec import quantize
+from nvfp4.kernels.weights.fragment import fragment_id
 from nvfp4.kernels.weights.layouts import to_layout
 from nvfp4.testing import assert_gemm_close, conformance
 
@@ -49,17 +51,27 @@ def test_layout_is_the_device_s_and_the_dtype_s(kernel):
         assert [kernel.layout(device, p) for p in (bf16, fp16)] == ["fragment1-nib", "fragment1-nib"]
 
 
-def test_untuned_fragment_weights_change_kernels_where_they_are_made_to():
-    from nvfp4.dispatch.segments import decide
+HOPPER_KERNELS = [(1, 16, "marlin"), (17, None, "cutedsl_wgmma")]
+OTHER_KERNELS = [(1, 64, "marlin"), (65, 192, "triton_fused_fragment"), (193, None, "two_pass_fragment")]
 
-    segments = decide(H200, Problem(n=4096, k=4096), "fragment1-bf16", None).segments
 
-    def at(m):
-        return next(s.kernel.name for s in segments if s.m_lo <= m and (s.m_hi is None or m <= s.m_hi))
-
-    assert at(65) == at(128) == at(192) == "triton_fused_fragment"
-    assert at(193) == at(8192) == "two_pass_fragment"
-    assert all(s.kernel.layout(H200, Problem(n=4096, k=4096)) == "fragment1-bf16" for s in segments)
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [((9, 0), HOPPER_KERNELS), ((8, 0), OTHER_KERNELS), ((8, 9), OTHER_KERNELS), ((12, 0), OTHER_KERNELS)],
+    ids=str,
+)
+def test_untuned_fragment_weights_change_kernels_where_they_are_made_to(capability, expected):
+    device, problem = replace(H200, capability=capability), Problem(n=4096, k=4096)
+    layout = fragment_id(capability, "bfloat16")
+    segments = decide(device, problem, layout, None).segments
+    chosen = []
+    for segment in segments:
+        if chosen and chosen[-1][2] == segment.kernel.name:
+            chosen[-1] = (chosen[-1][0], segment.m_hi, segment.kernel.name)
+        else:
+            chosen.append((segment.m_lo, segment.m_hi, segment.kernel.name))
+    assert chosen == expected
+    assert all(segment.kernel.layout(device, problem) == layout for segment in segments)
 
 
 @interpreted

@@ -1,0 +1,51 @@
+"""What is taken where nothing was measured: the weight layout, and how narrow a range of M a kernel is made for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from .kernel import Kernel
+from .problem import Device, Problem
+from .weights.fragment import fragment_id
+
+__all__ = ["OPEN", "made_for_width", "untuned_layout"]
+
+OPEN = 1 << 31  # above every M, for comparing ranges without an end
+
+PROBES = (1, 1 << 20)  # one token, and an M that stands for "however large"
+
+
+def untuned_layout(device: Device, problem: Problem, kernels: Iterable[Kernel]) -> str:
+    """The fragment layout on a GPU where kernels that read it serve few tokens and many; else "checkpoint".
+
+    On the one GPU that was measured (NVIDIA H200, 2026-11) the best candidates that read fragments took less time than
+    those that read the checkpoint's bytes at every M of all eight shapes.
+
+    Parameters
+    ----------
+    kernels
+        Those that may run; of other ops and of other devices too.
+    """
+    if device.kind != "cuda" or problem.op != "gemm":
+        return "checkpoint"
+    wanted = fragment_id(device.capability, problem.dtype)
+    readers = [
+        kernel
+        for kernel in kernels
+        if kernel.op == problem.op and kernel.supports(device, problem) and kernel.layout(device, problem) == wanted
+    ]
+    served = all(any(_runs(kernel, device, problem, m) for kernel in readers) for m in PROBES)
+    return wanted if served else "checkpoint"
+
+
+def _runs(kernel: Kernel, device: Device, problem: Problem, m: int) -> bool:
+    return bool(kernel.is_valid(device, problem, kernel.default_config(device, problem, m), m))
+
+
+def made_for_width(kernel: Kernel, m: int) -> int | None:
+    """Width of the narrowest of the kernel's ranges around m: the smallest runs. None: it is not made for m.
+
+    Of two ranges without an end the one that begins later is the narrower.
+    """
+    ranges = ((low, OPEN if high is None else high) for low, high in kernel.made_for)
+    return min((high - low for low, high in ranges if low <= m <= high), default=None)
