@@ -10,11 +10,13 @@ import nvfp4
 import pytest
 import torch
 from nvfp4.dispatch import table
+from nvfp4.dispatch.checkpoint import load_experts, open_checkpoint
 from nvfp4.kernels import reference
 from nvfp4.kernels.moe.activations import ACTIVATIONS
 from nvfp4.kernels.problem import Problem
 from nvfp4.kernels.weights.swizzle import swizzle
 from nvfp4.testing import assert_moe_close
+from nvfp4.testing.checkpoints import dense, modelopt, write_checkpoint
 from nvfp4.testing.experts import GroupedCase, MoeCase
 
 op = torch.ops.nvfp4.moe
@@ -248,6 +250,25 @@ def test_changed_weights_of_the_same_form_are_used():
     w13.copy_(w13 ^ 0x88)
     close(changed, run(changed))
     assert not torch.equal(run(changed), before)
+
+
+def test_experts_of_a_checkpoint_run_with_their_dense_weights_result(tmp_path):
+    tensors = {}
+    for e in range(2):
+        for i, (part, n, k) in enumerate((("gate_proj", 32, 64), ("up_proj", 32, 64), ("down_proj", 64, 32))):
+            tensors |= modelopt(f"mlp.experts.{e}.{part}", n, k, 3 * e + i, factor=0.02 * (i + 1))
+    found = load_experts(open_checkpoint(write_checkpoint(tmp_path, tensors)), "mlp.experts")
+    w13 = nvfp4.pack(found.w13, found.w13_scale, found.w13_scale_2)
+    w2 = nvfp4.pack(found.w2, found.w2_scale, found.w2_scale_2)
+    x, ids = torch.randn(3, 64).half() / 50, torch.tensor([[0], [1], [1]])
+    out = nvfp4.moe(x, w13, w2=w2, topk_ids=ids, topk_weights=torch.full((3, 1), 0.5))
+    for row, (e,) in enumerate(ids.tolist()):
+        gate, up, down = (
+            dense(tensors, f"mlp.experts.{e}.{part}", factor=0.02 * (i + 1))
+            for i, part in enumerate(("gate_proj", "up_proj", "down_proj"))
+        )
+        m = torch.nn.functional.silu(gate @ x[row].double()) * (up @ x[row].double())
+        torch.testing.assert_close(out[row].double(), 0.5 * (down @ m), rtol=2e-3, atol=2e-3 * float((down @ m).std()))
 
 
 def test_gradients_are_refused():
