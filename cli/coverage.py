@@ -51,7 +51,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     planned_layers: int
     layers: int
     bytes: dict[str, int]  # of all these layers on one rank, by layout: "planned" takes each one's own
-    experts: dict[str, int]  # NVFP4 experts by module; no op runs them yet
+    experts: dict[str, int]  # NVFP4 experts by module; the tuner does not measure them yet
     foreign: dict[str, str]  # layers in other formats
 
 
@@ -171,7 +171,7 @@ def show_coverage(console: Console, found: Coverage) -> None:
     if extra:
         console.print(f"{plural(extra, 'layer')} of these are for multi-token prediction, or beyond the last layer")
     if found.experts:
-        console.print(f"{plural(len(found.experts), 'expert layer')} left out: no op runs them yet")
+        console.print(f"{plural(len(found.experts), 'expert layer')} left out: the tuner takes dense ones only")
     if found.foreign:
         names = ", ".join(f"{name} ({algo})" for name, algo in list(found.foreign.items())[:SHOWN_FOREIGN])
         console.print(f"{plural(len(found.foreign), 'layer')} in other formats: {names}", soft_wrap=True)
