@@ -81,7 +81,7 @@ class CuteDslWgmma(Kernel):
     config_type = CuteDslWgmmaConfig
     packages = (PACKAGE,)
     # Any M is valid. Narrower ranges than those of the kernels for every GPU; below 17 `marlin` is ahead.
-    made_for = ((17, 64), (65, 191), (192, None))
+    made_for = ((17, 64), (65, 128), (129, 192), (193, None))
 
     def layout(self, device: Device, problem: Problem) -> str:
         """The fragment layout of x's dtype."""
