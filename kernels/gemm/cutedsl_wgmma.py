@@ -134,7 +134,7 @@ class CuteDslWgmma(Kernel):
         )
 
     def default_config(self, device: Device, problem: Problem, m: int) -> CuteDslWgmmaConfig:
-        """The rule of the prototype, within 7 % of its best at M = 16 to 4096 on five shapes of an H200, and one correction."""
+        """The prototype's rule, within 7 % of its best at M = 16 to 4096 on five shapes of an H200; one correction."""
         n, k = problem.n, problem.k
         if m <= 32:
             rows = 64 if n * k <= 20 << 20 else 128
