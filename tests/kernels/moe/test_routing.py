@@ -6,16 +6,15 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from nvfp4.kernels.moe import routing
+from nvfp4.kernels.moe._triton_routing_device import find_tile
 from nvfp4.testing.conformance import H200
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-triton = pytest.importorskip("triton")
-tl = triton.language
-find_tile = pytest.importorskip("nvfp4.kernels.moe._triton_routing_device").find_tile
-
 interpreted = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
 
 

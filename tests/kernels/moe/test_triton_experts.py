@@ -9,17 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from nvfp4.kernels import reference
 from nvfp4.kernels.moe import activations, triton_grouped, triton_moe
+from nvfp4.kernels.moe._triton_activation_device import activate
 from nvfp4.kernels.moe._triton_experts import TritonExpertsConfig, most_tiles, smem_bytes
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.kernels.weights.codec import pack_codes
 from nvfp4.testing.conformance import H200
 from nvfp4.testing.experts import GroupedCase, MoeCase
-
-triton = pytest.importorskip("triton")
-tl = triton.language
-activate = pytest.importorskip("nvfp4.kernels.moe._triton_activation_device").activate
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRET, reason="needs TRITON_INTERPRET=1")
