@@ -15,6 +15,7 @@ untuned choice follows from work and occupancy; nothing of this was measured.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ..weights.fragment import fragment_id, padded
 from ._cutedsl_mma.shape import REGISTERS_PER_SM, Shape
 
 TOKENS = {32: (1, 64), 64: (33, 256), 128: (65, None)}  # tokens per tile, and for which M
+ROWS, WARPS, SPLITS = (64, 128, 256), (4, 8), (1, 2, 4, 8)
 WARP_TOKENS = 64  # at most
 MAX_SUBTILES = 4  # of 16 rows, per warp
 RESERVED_BYTES = 1024  # of shared memory, that every block takes besides its own
@@ -119,35 +121,28 @@ class CuteDslMma(Kernel):
         return Space(
             CuteDslMmaConfig,
             {
-                "rows": (64, 128, 256),
+                "rows": ROWS,
                 "tokens": tuple(TOKENS),
-                "warps": (4, 8),
+                "warps": WARPS,
                 "block_k": (64, 128),
                 "stages": (2, 3, 4),
-                "split": (1, 2, 4, 8),
+                "split": SPLITS,
             },
         )
 
     def default_config(self, device: Device, problem: Problem, m: int) -> CuteDslMmaConfig:
-        """What `_estimate` puts first, with three or four stages; not measured."""
-        padded_m = {tokens: -(-m // tokens) * tokens for tokens in TOKENS}
-        # Small tiles pad less and decode more.
-        tokens = min(TOKENS, key=lambda t: padded_m[t] * (1 + 32 / t))
-        found = None
-        for block_k, stages in ((64, 4), (64, 3), (64, 2)):
-            for rows in (64, 128, 256):
-                for warps in (4, 8):
-                    for split in (1, 2, 4, 8):
-                        config = CuteDslMmaConfig(
-                            rows=rows, tokens=tokens, warps=warps, block_k=block_k, stages=stages, split=split
-                        )
-                        if self.is_valid(device, problem, config, m):
-                            cost = _estimate(device, problem, config, m)
-                            found = min(found or (cost, config), (cost, config), key=lambda pair: pair[0])
-            if found is not None:
+        """What `_estimate` puts first, with as deep a ring as fits; not measured."""
+        serving = [tokens for tokens, (low, high) in TOKENS.items() if low <= m <= (high or m)]
+        tokens = min(serving, key=lambda t: -(-m // t) * (t + 32))  # small tiles pad less and decode more
+        for stages in (4, 3, 2):
+            configs = (
+                CuteDslMmaConfig(rows=rows, tokens=tokens, warps=warps, block_k=64, stages=stages, split=split)
+                for rows, warps, split in itertools.product(ROWS, WARPS, SPLITS)
+            )
+            valid = [config for config in configs if self.is_valid(device, problem, config, m)]
+            if valid:
                 break
-        assert found is not None, "the smallest tile fits every device"
-        return found[1]
+        return min(valid, key=lambda config: _estimate(device, problem, config, m))
 
     def build(self, device: Device, problem: Problem, config: CuteDslMmaConfig) -> Launcher:
         """Compile for the device, x's dtype and the alignment of N; N, K and M stay run-time values."""

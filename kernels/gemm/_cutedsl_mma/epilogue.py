@@ -4,10 +4,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from .._cutedsl_wgmma.ptx import load_bias, load_float, load_partial, pack, store_partial
+from .._cutedsl_wgmma.ptx import load_bias, load_float, pack, store_partial
 from . import index, ptx
 from .decode import unscale
 from .shape import VALUE_BYTES, Shape
+
+LOADS = 16  # of partial sums, sixteen bytes each, that a thread has on their way
 
 
 @cute.jit
@@ -68,9 +70,13 @@ class Epilogue:
         if const_expr(c.split > 1):
             self.publish(sums, rank)
             if self.order() == c.split - 1:
-                self.store(sums)
+                self.gather()
+                self.store()
         else:
-            self.store(sums)
+            for i in cutlass.range_constexpr(c.subtiles):
+                for t in cutlass.range_constexpr(c.octets):
+                    self.turn([sums[e, t, i] for e in range(4)], i, t)
+            self.store()
 
     @cute.jit
     def partial(self, rank: Int32) -> Int64:
@@ -104,36 +110,36 @@ class Epilogue:
         return ptx.load_shared(self.smem + c.order_offset)
 
     @cute.jit
-    def four(self, sums: cute.Tensor, t: cutlass.Constexpr[int], i: cutlass.Constexpr[int]):
-        """Four sums: this block's own, or those of all blocks, its own too, in the order of their ranks."""
+    def gather(self):
+        """The sums of all blocks, this one's too, in the order of their ranks.
+
+        A loop, whose registers are bounded: unrolled, ptxas has so many loads on their way that it spills.
+        """
         c = self.shape
-        found = [sums[e, t, i] for e in range(4)]
-        if const_expr(c.split > 1):
-            for rank in cutlass.range_constexpr(c.split):
-                part = load_partial(self.partial(Int32(rank)) + (i * c.octets + t) * (c.threads * 16), Int32(1))
-                if const_expr(rank == 0):
-                    found = list(part)
-                else:
-                    found = [found[e] + part[e] for e in range(4)]
-        return found
+        part = c.subtiles * c.octets * c.threads * 16  # bytes of a block's sums
+        first = self.partial(Int32(0))
+        for vector in cutlass.range(c.subtiles * c.octets, unroll=max(1, LOADS // c.split)):
+            four = ptx.add_partials(first + Int64(vector) * (c.threads * 16), part, c.split)
+            self.turn(four, vector // c.octets, vector % c.octets)
 
     @cute.jit
-    def store(self, sums: cute.Tensor):
-        """Scale, add bias, round, turn around through shared memory and store rows of out."""
+    def turn(self, four, i, t):
+        """Scale, add bias, round, and put into shared memory: 16 rows and 8 tokens, each token's rows together."""
         c = self.shape
         factor = Float32(unscale(c.encoding, c.float16))
-        for i in cutlass.range_constexpr(c.subtiles):
-            edge = self.edges + i * 64
-            scales = [ptx.load_shared_float(edge + half * 32) for half in range(2)]
-            added = [ptx.load_shared_float(edge + (c.rows * 4 + half * 32)) for half in range(2)]
-            for t in cutlass.range_constexpr(c.octets):
-                four = self.four(sums, t, i)
-                for half in cutlass.range_constexpr(2):
-                    # In this order: a global scale may be tiny or huge.
-                    low = four[2 * half] * factor * scales[half] + added[half]
-                    high = four[2 * half + 1] * factor * scales[half] + added[half]
-                    to = self.written + (t * 8 * c.out_pitch + (i * 16 + half * 8) * VALUE_BYTES)
-                    ptx.store_shared(to, ptx.transpose(pack(low, high, c.float16)))
+        for half in cutlass.range_constexpr(2):
+            edge = self.edges + (i * 64 + half * 32)
+            scale, added = ptx.load_shared_float(edge), ptx.load_shared_float(edge + c.rows * 4)
+            # In this order: a global scale may be tiny or huge.
+            low = four[2 * half] * factor * scale + added
+            high = four[2 * half + 1] * factor * scale + added
+            to = self.written + (t * (8 * c.out_pitch) + (i * 16 + half * 8) * VALUE_BYTES)
+            ptx.store_shared(to, ptx.transpose(pack(low, high, c.float16)))
+
+    @cute.jit
+    def store(self):
+        """Rows of out from shared memory."""
+        c = self.shape
         cute.arch.barrier()
         count = c.rows * c.tokens // (c.store_values * c.threads)
         for i in cutlass.range(count, unroll=4):

@@ -79,6 +79,5 @@ class Gemm:
 
         multiply = Multiply(c, smem, thread, warp, loader)
         multiply.run(begin, end)
-        cute.arch.cp_async_wait_group(0)
         epilogue = Epilogue(c, smem, thread, warp, tile, row, token, out, partials, counters, m, n)
         epilogue.finish(multiply.sums, rank)

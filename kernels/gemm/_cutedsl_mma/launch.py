@@ -58,10 +58,10 @@ class Launch:
             x = x * pre_quant_scale  # rounded to x's dtype
         c = self.shape
         m = x.shape[0]
-        tiles = self._row_tiles * -(-m // c.tokens)
+        tiles, floats = self.grid(m)
         partials = counters = 0
-        if c.split > 1:
-            workspace = global_scale.new_empty(tiles * c.split * c.rows * c.tokens)
+        if floats:
+            workspace = global_scale.new_empty(floats)
             partials, counters = workspace.data_ptr(), zeroed_counters(x.device, tiles).data_ptr()
         self._launch.launch(
             tiles,
@@ -82,6 +82,12 @@ class Launch:
             0 if global_scale.shape[0] == 1 else 1,
             0 if bias is None else 1 if bias.dtype == out.dtype else 2,
         )
+
+    def grid(self, m: int) -> tuple[int, int]:
+        """(tiles, floats of partial sums) for m tokens; no floats where every block has a tile of its own."""
+        c = self.shape
+        tiles = self._row_tiles * -(-m // c.tokens)
+        return tiles, tiles * c.split * c.rows * c.tokens if c.split > 1 else 0
 
 
 def arguments(shape: Shape) -> tuple[Any, tuple[Any, ...]]:

@@ -31,7 +31,8 @@ class Multiply:
     def run(self, begin: Int32, end: Int32):
         """All k-tiles of a range, the first of which are on their way.
 
-        Words and x of a step are read while the step before is multiplied.
+        Words and x of a step are read while the step before is multiplied. At the end all copies have landed, and
+        nobody reads the ring any more for what is still multiplied.
         """
         c = self.shape
         cute.arch.cp_async_wait_group(c.stages - 2)

@@ -93,6 +93,20 @@ def transpose(value: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def add_partials(address: Int64, stride: cutlass.Constexpr[int], count: cutlass.Constexpr[int], *, loc=None, ip=None):
+    """The sums of `count` vectors of four floats, `stride` bytes apart, in that order; past L1.
+
+    One piece of code: of loads and additions apart, LLVM moves all loads to the front, and registers run out.
+    """
+    text = "ld.global.cg.v4.f32 {$0, $1, $2, $3}, [$4];"
+    for i in range(1, count):
+        text += f"{{.reg .f32 a, b, c, d; ld.global.cg.v4.f32 {{a, b, c, d}}, [$4 + {i * stride}];"
+        text += "add.f32 $0, $0, a; add.f32 $1, $1, b; add.f32 $2, $2, c; add.f32 $3, $3, d;}"
+    found = asm(several("f32", 4), [Int64(address)], text, "=&f,=&f,=&f,=&f,l", effects=True, loc=loc, ip=ip)
+    return unpack(found, Float32, 4, loc, ip)
+
+
+@dsl_user_op
 def count_up(address: Int64, last: cutlass.Constexpr[int], *, loc=None, ip=None):
     """Add one to a counter, which `last` makes zero again; what it was.
 

@@ -126,5 +126,5 @@ class Shape:
     @property
     def needed_registers(self) -> int:
         """Accumulators, two steps of x, words, a fragment, and what ptxas was seen to add; without them it spills."""
-        words = (4 + 4 * self.k_blocks) * self.subtiles
+        words = (4 + 5 * self.k_blocks) * self.subtiles
         return 4 * self.subtiles * self.octets + 4 * self.octets + words + 40

@@ -1,0 +1,81 @@
+"""PTX text as a list of instructions. Only what kernels here contain: one entry, blocks of inline code, no calls."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["Instruction", "Program", "parse"]
+
+_TOKEN = re.compile(r"\s*\$\w+:|\s*\{(?=\s*\.reg)|\s*\}|[^;{}]*(?:\{[^{}.]*\}[^;{}]*)*;")
+_OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
+_LOCAL = re.compile(r"(?<![%.\w$])[a-zA-Z_]\w*")
+_GUARD = re.compile(r"@(!?)(%?\w+)\s+(.*)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Instruction:
+    """One of them, with registers of inline code renamed: "p" of the third block is "p@3"."""
+
+    name: str  # "add.s32"
+    operands: tuple[str, ...]  # "%r1", "{%r1, %r2}", "[%rd1+16]", "7"
+    guard: str = ""  # a predicate register
+    negated: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.name} {', '.join(self.operands)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A kernel."""
+
+    code: tuple[Instruction, ...]
+    labels: dict[str, int]  # what they stand before
+    parameters: tuple[str, ...]
+
+
+def parse(text: str) -> Program:
+    """The only kernel of a PTX module."""
+    text = re.sub(r"//[^\n]*", "", text)
+    head, _, rest = text.partition(")\n")
+    body = rest[rest.index("{") + 1 : rest.rindex("}")]
+    code: list[Instruction] = []
+    labels: dict[str, int] = {}
+    scopes: list[dict[str, str]] = []
+    blocks = 0
+    for token in map(str.strip, _TOKEN.findall(body)):
+        if token == "{":
+            blocks += 1
+            scopes.append({})
+        elif token == "}":
+            scopes.pop()
+        elif token.endswith(":"):
+            labels[token[:-1]] = len(code)
+        elif token.startswith(".reg"):
+            if scopes:
+                scopes[-1].update((name, f"{name}@{blocks}") for name in _declared(token))
+        elif token != ";" and not token.startswith(".pragma"):
+            code.append(_instruction(token.rstrip(";").strip(), scopes))
+    return Program(tuple(code), labels, tuple(re.findall(r"\.param \.[us]\d+ (\w+)", head)))
+
+
+def _declared(token: str) -> list[str]:
+    names = []
+    for name in re.sub(r"\.reg \.\w+", "", token.rstrip(";")).split(","):
+        several = re.fullmatch(r"(\w+)<(\d+)>", name.strip())
+        names += [f"{several[1]}{i}" for i in range(int(several[2]))] if several else [name.strip()]
+    return names
+
+
+def _instruction(token: str, scopes: list[dict[str, str]]) -> Instruction:
+    def renamed(text: str) -> str:
+        return _LOCAL.sub(lambda found: next((s[found[0]] for s in reversed(scopes) if found[0] in s), found[0]), text)
+
+    guard, negated = "", False
+    found = _GUARD.fullmatch(token)
+    if found is not None:
+        negated, guard, token = bool(found[1]), renamed(found[2]), found[3]
+    name, *rest = token.split(maxsplit=1)
+    operands = tuple(renamed(part.strip()) for part in _OPERAND.findall(rest[0])) if rest else ()
+    return Instruction(name, operands, guard, negated)

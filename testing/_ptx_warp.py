@@ -1,0 +1,346 @@
+"""The instructions of `testing.ptx`: 32 lanes at a time, registers as NumPy arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._ptx_parse import Instruction
+
+if TYPE_CHECKING:
+    from .ptx import Block
+
+__all__ = ["LANES", "POISON", "Warp"]
+
+Array = NDArray[Any]
+
+LANES = 32
+LANE = np.arange(LANES)
+G, Q = LANE // 4, LANE % 4  # rows and columns of the 8 x 8 matrices that a warp holds
+POISON = 0xFF  # bytes of shared memory that nobody has written: NaNs
+PIECE = 16  # bytes of an asynchronous copy
+IGNORED = ("fence", "griddepcontrol")  # one block runs at a time, and one kernel
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+ARITHMETIC: dict[str, Callable[..., Array]] = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "neg": lambda a: -a,
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "not": lambda a: ~a,
+    "min": np.minimum,
+    "max": np.maximum,
+    "mad": lambda a, b, c: a * b + c,
+    "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
+    "div": lambda a, b: np.trunc(a / np.where(b == 0, 1, b)).astype(np.int64),
+}
+COMPARE: dict[str, Callable[[Array, Array], Array]] = {
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "eq": np.equal,
+    "ne": np.not_equal,
+}
+
+
+class Warp:
+    """One warp of a block. It runs until all its lanes meet a barrier or have returned."""
+
+    def __init__(self, block: Block, number: int) -> None:
+        self.block = block
+        self.thread = LANE + LANES * number
+        self.registers: dict[str, Array] = {}
+        self.at = np.zeros(LANES, np.int64)  # every lane's next instruction
+        self.live = np.ones(LANES, bool)
+        self.waits = False  # at a barrier
+        self.copies: list[list[tuple[Array, Array]]] = [[]]  # groups of (where, bytes); the last one is open
+
+    @property
+    def done(self) -> bool:
+        """Whether all lanes have returned."""
+        return not self.live.any()
+
+    def run(self) -> None:
+        """The lanes that are behind run first, so that those which took different branches meet again."""
+        program = self.block.program
+        while self.live.any():
+            at = int(self.at[self.live].min())
+            here = self.live & (self.at == at)
+            one = program.code[at]
+            run = here if not one.guard else here & (self.registers[one.guard] ^ one.negated)
+            if one.name.startswith("bar.sync"):
+                assert here.all(), "a barrier that some lanes of a warp do not reach"
+                self.waits = True
+                return
+            self.at[here] = at + 1
+            if one.name.startswith("bra"):
+                self.at[run] = program.labels[one.operands[0]]
+            elif one.name == "ret":
+                self.live &= ~run
+            else:
+                try:
+                    self._execute(one, run)
+                except AssertionError as error:
+                    raise AssertionError(f"{one}: {error}") from error
+
+    def pass_barrier(self) -> None:
+        """Go on behind it."""
+        self.waits = False
+        self.at += 1
+
+    def _execute(self, one: Instruction, run: Array) -> None:
+        op, *kinds = one.name.split(".")
+        if op in IGNORED:
+            return
+        special = getattr(self, f"_{op}", None)
+        if special is not None:
+            special(kinds, one.operands, run)
+        else:
+            assert op in ARITHMETIC, "not an instruction that this knows"
+            self._put(one.operands[0], self._compute(ARITHMETIC[op], kinds[-1], one.operands[1:]), run)
+
+    # ---- operands: registers hold unsigned integers, or bool for predicates ----
+
+    def _get(self, operand: str, bits: int = 32) -> Array:
+        """As they are; what is narrower or wider than `bits` is converted."""
+        kind = f"u{max(bits, 8) // 8}"
+        if operand in self.registers:
+            value = self.registers[operand]
+            return value if value.dtype == bool else value.astype(kind)
+        if operand == "%tid.x":
+            return self.thread.astype(kind)
+        if operand.startswith("%ctaid."):
+            return np.full(LANES, self.block.index["xyz".index(operand[-1])], kind)
+        if operand.startswith("__dynamic_shmem"):
+            return np.zeros(LANES, kind)
+        assert operand[0] not in "%$" and "@" not in operand, f"{operand} was never written"
+        number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+        return np.full(LANES, number & ((1 << bits) - 1), np.uint64).astype(kind)
+
+    def _put(self, operand: str, values: Array, run: Array) -> None:
+        old = self.registers.get(operand)
+        if old is None or old.dtype != values.dtype:
+            old = np.zeros(LANES, values.dtype)
+        self.registers[operand] = np.where(run, values, old)
+
+    def _integer(self, operand: str, kind: str) -> Array:
+        """Of "s32", "u64" and so on, with its sign."""
+        values = self._get(operand, int(kind[1:]))
+        return values.view(f"i{values.dtype.itemsize}") if kind[0] == "s" else values
+
+    def _float(self, operand: str) -> Array:
+        return self._get(operand).view(np.float32)
+
+    def _address(self, operand: str, bits: int) -> Array:
+        base, _, offset = operand.strip("[]").partition("+")
+        return self._get(base.strip(), bits).astype(np.int64) + int(offset or "0", 0)
+
+    def _compute(self, function: Callable[..., Array], kind: str, operands: tuple[str, ...]) -> Array:
+        with np.errstate(all="ignore"):
+            if kind == "f32":
+                return function(*map(self._float, operands)).astype(np.float32).view(np.uint32)
+            if kind in ("bf16x2", "f16x2"):
+                words = [_halves(self._get(operand)) for operand in operands]
+                low, high = (_bits(function(*(_floats(word[i], kind) for word in words)), kind) for i in range(2))
+                return _word(low, high)
+            if kind == "pred":
+                return function(*(self.registers[operand] for operand in operands))
+            if kind[0] == "b":
+                return function(*(self._get(operand, int(kind[1:])) for operand in operands))
+            return _wrapped(function(*(self._integer(operand, kind).astype(np.int64) for operand in operands)), kind)
+
+    # ---- integers, predicates, conversions ----
+
+    def _mul(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        kind = kinds[-1]
+        if kinds[0] in ("wide", "hi"):
+            product = self._integer(ops[1], kind).astype(np.int64) * self._integer(ops[2], kind).astype(np.int64)
+            bits = int(kind[1:])
+            value = _wrapped(product, f"u{2 * bits}") if kinds[0] == "wide" else _wrapped(product >> bits, kind)
+        else:
+            value = self._compute(ARITHMETIC["mul"], kind, ops[1:])
+        self._put(ops[0], value, run)
+
+    def _shl(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        values = self._get(ops[1], 64) << self._get(ops[2], 64)
+        self._put(ops[0], values.astype(f"u{int(kinds[-1][1:]) // 8}"), run)
+
+    def _shr(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        values = self._integer(ops[1], kinds[-1])
+        self._put(ops[0], _wrapped(values.astype(np.int64) >> self._get(ops[2]).astype(np.int64), kinds[-1]), run)
+
+    def _shf(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert kinds == ["l", "wrap", "b32"]
+        low, high, by = (self._get(operand, 64) for operand in ops[1:])
+        self._put(ops[0], (((high << 32 | low) << (by & 31)) >> 32).astype(np.uint32), run)
+
+    def _setp(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        kind = kinds[-1].replace("b", "u")
+        self._put(ops[0], COMPARE[kinds[0]](self._integer(ops[1], kind), self._integer(ops[2], kind)), run)
+
+    def _selp(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        bits = int(kinds[-1][1:])
+        self._put(ops[0], np.where(self.registers[ops[3]], self._get(ops[1], bits), self._get(ops[2], bits)), run)
+
+    def _mov(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        bits = int(kinds[-1][1:])
+        targets, sources = _parts(ops[0]), _parts(ops[1])
+        each = bits // len(sources)
+        value = np.zeros(LANES, np.uint64)
+        for i, source in enumerate(sources):
+            value |= (self._get(source, each).astype(np.uint64)) << np.uint64(i * each)
+        each = bits // len(targets)
+        for i, target in enumerate(targets):
+            part = value >> np.uint64(i * each) & np.uint64((1 << each) - 1)
+            self._put(target, part.astype(f"u{each // 8}"), run)
+
+    def _cvt(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        to, of = kinds[-2:]
+        if of == "e2m1x2":
+            byte = self._get(ops[1], 8).astype(int)
+            value = _word(*(_bits(E2M1[n & 7] * np.where(n & 8, -1.0, 1.0), to) for n in (byte & 15, byte >> 4)))
+        elif to in ("bf16x2", "f16x2"):
+            value = _word(_bits(self._float(ops[2]), to), _bits(self._float(ops[1]), to))
+        elif to == "f32":
+            value = _floats(self._get(ops[1], 16), of).view(np.uint32)
+        else:
+            value = _wrapped(self._integer(ops[1], of).astype(np.int64), to)
+        self._put(ops[0], value, run)
+
+    # ---- between lanes ----
+
+    def _shfl(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert kinds[1] == "idx"
+        self._put(ops[0], self._get(ops[1])[self._get(ops[2]) & 31], run)
+
+    def _ldmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert run.all() and kinds[3] == "x4"
+        rows = self.block.smem[self._shared(ops[1], 16, run)].view(np.uint32)  # [8 of each matrix, 4]
+        for j, target in enumerate(_parts(ops[0])):
+            self._put(target, rows[8 * j + G, Q], run)
+
+    def _movmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert run.all() and "trans" in kinds
+        matrix = np.stack(_halves(self._get(ops[1])), 1).reshape(8, 8)
+        self._put(ops[0], _word(matrix[2 * Q, G], matrix[2 * Q + 1, G]), run)
+
+    def _mma(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert run.all() and kinds[2] == "m16n8k16"
+        a, b, c = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
+        for r, name in enumerate(_parts(ops[1])):
+            for p, half in enumerate(_halves(self._get(name))):
+                a[G + 8 * (r % 2), 2 * Q + 8 * (r // 2) + p] = _floats(half, kinds[-2])
+        for r, name in enumerate(_parts(ops[2])):
+            for p, half in enumerate(_halves(self._get(name))):
+                b[2 * Q + 8 * r + p, G] = _floats(half, kinds[-2])
+        places = [(G + 8 * (r // 2), 2 * Q + r % 2) for r in range(4)]
+        for place, name in zip(places, _parts(ops[3]), strict=True):
+            c[place] = self._float(name)
+        with np.errstate(all="ignore"):
+            d = (a @ b + c).astype(np.float32)
+        for place, name in zip(places, _parts(ops[0]), strict=True):
+            self._put(name, np.ascontiguousarray(d[place]).view(np.uint32), run)
+
+    # ---- memory ----
+
+    def _shared(self, operand: str, size: int, run: Array) -> Array:
+        """Bytes [lanes that run, size] of shared memory."""
+        start = self._address(operand, 32)[run]
+        assert not (start % size).any(), f"shared memory is not read or written at a multiple of {size}"
+        assert start.min() >= 0 and start.max() + size <= len(self.block.smem), "outside of shared memory"
+        return np.asarray(start[:, None] + np.arange(size))
+
+    def _place(self, space: str, operand: str, size: int, run: Array) -> tuple[Array, Array]:
+        """(memory, which of its bytes)."""
+        if space == "shared":
+            return self.block.smem, self._shared(operand, size, run)
+        memory = self.block.memory
+        return memory.data, memory.where(self._address(operand, 64)[run], size)
+
+    def _ld(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        size = int(kinds[-1][1:]) // 8
+        if kinds[0] == "param":
+            self._put(ops[0], self._get(str(self.block.parameters[ops[1].strip("[]")]), 8 * size), run)
+        elif run.any():
+            targets = _parts(ops[0])
+            memory, where = self._place(kinds[0], ops[1], size * len(targets), run)
+            values = memory[where].view(f"u{size}")
+            for i, target in enumerate(targets):
+                lanes = np.zeros(LANES, values.dtype)
+                lanes[run] = values[:, i]
+                self._put(target, lanes, run)
+
+    def _st(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        if run.any():
+            bits = int(kinds[-1][1:])
+            values = np.stack([self._get(source, bits)[run] for source in _parts(ops[1])], 1).view(np.uint8)
+            memory, where = self._place(kinds[0], ops[0], values.shape[1], run)
+            memory[where] = values
+
+    def _cp(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        """Bytes of the source are taken at once and arrive as late as they may; until then there are NaNs."""
+        if kinds[1] == "commit_group":
+            self.copies.append([])
+        elif kinds[1] == "wait_group":
+            while len(self.copies) - 1 > int(ops[0]):
+                for where, values in self.copies.pop(0):
+                    self.block.smem[where] = values
+        elif run.any():
+            where = self._shared(ops[0], PIECE, run)
+            size = self._get(ops[3])[run] if len(ops) > 3 else np.full(len(where), PIECE)
+            assert np.isin(size, (0, PIECE)).all()
+            read = size > 0
+            values = np.zeros(where.shape, np.uint8)
+            values[read] = self.block.memory.data[self.block.memory.where(self._address(ops[1], 64)[run][read], PIECE)]
+            self.block.smem[where] = POISON
+            self.copies[-1].append((where, values))
+
+    def _atom(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert kinds[-2:] == ["inc", "u32"]
+        for lane in np.flatnonzero(run):
+            only = lane == LANE
+            memory, where = self._place("global", ops[1], 4, only)
+            old = memory[where].view(np.uint32)[0]
+            memory[where] = np.where(old >= self._get(ops[2])[lane], 0, old + 1).astype(np.uint32).view(np.uint8)
+            self._put(ops[0], np.broadcast_to(old, LANES), only)
+
+
+def _parts(operand: str) -> list[str]:
+    return [part.strip() for part in operand.strip("{}").split(",")]
+
+
+def _wrapped(values: Array, kind: str) -> Array:
+    return np.asarray(values.astype(np.int64).astype(f"u{int(kind[1:]) // 8}"))
+
+
+def _halves(words: Array) -> tuple[Array, Array]:
+    return words & 0xFFFF, words >> 16
+
+
+def _word(low: Array, high: Array) -> Array:
+    return np.asarray((low | high << 16).astype(np.uint32))
+
+
+def _floats(bits: Array, kind: str) -> Array:
+    """16 bits of bfloat16 or float16 each, as float32."""
+    if kind.startswith("bf16"):
+        return np.asarray((bits.astype(np.uint32) << 16).view(np.float32))
+    return bits.astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+def _bits(values: Array, kind: str) -> Array:
+    """The way back: to nearest, ties to even."""
+    values = values.astype(np.float32)
+    if not kind.startswith("bf16"):
+        with np.errstate(over="ignore"):
+            return values.astype(np.float16).view(np.uint16).astype(np.uint32)
+    word = values.view(np.uint32).astype(np.uint64)
+    rounded = (word + 0x7FFF + (word >> 16 & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint32)
