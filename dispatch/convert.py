@@ -51,7 +51,8 @@ def convert_(
     checkpoint
         A folder, or what `open_checkpoint` returned.
     layout
-        Weight layout; None takes what each problem's plan marks.
+        Weight layout; None takes what `nvfp4.pack` takes: what each problem's plan marks, and on an untuned GPU the
+        fragment layout.
     keep_checkpoint
         As for `nvfp4.nn.Linear`: whether to keep the stored tensors beside another layout.
     device

@@ -46,7 +46,8 @@ class Linear(nn.Module):
     dialect
         "modelopt" or "compressed-tensors".
     layout
-        Weight layout of the kernels; None takes what the plan marks.
+        Weight layout of the kernels; None takes what `nvfp4.pack` takes: what the plan marks, and on an untuned GPU the
+        fragment layout. One for `dtype` refuses x of the other, as under an autocast to it; "checkpoint" takes both.
     keep_checkpoint
         Keep the checkpoint's weight and weight_scale beside another layout. Without them the layer needs half the
         memory, cannot be changed in place, and its state dict is decoded from the layout: the same values, and the same

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..cache.records import BASELINE, TIMING, Measurement, Plan
+from ..kernels import registry
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
 from ..kernels.untuned import made_for_width, untuned_layout
@@ -61,7 +62,7 @@ def candidates_of(
 def default_at(device: Device, problem: Problem, m: int, candidates: Mapping[Entrant, Candidate]) -> Entrant | None:
     """What runs untuned: of the layout that is taken then, the default of the kernel made for the narrowest range."""
     kernels = {candidate.kernel.name: candidate.kernel for candidate in candidates.values()}
-    layout = untuned_layout(device, problem, kernels.values())
+    layout = untuned_layout(device, problem, registry.kernels(problem.op))  # of those that are not measured too
     widths = [
         (width, name)
         for name, kernel in kernels.items()

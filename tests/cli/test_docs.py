@@ -87,7 +87,8 @@ def test_the_readme_example_runs():
     exec(code, names)
     x, w, y = names["x"].double(), names["w"].double(), names["y"]
     assert y.shape == (16, 3072) and y.dtype == torch.bfloat16
-    assert torch.equal(y, names["same"])
+    same = names["same"].double()  # on a GPU by other kernels: the packed weight is in another layout
+    assert float((y.double() - same).norm() / same.norm()) < 2**-8
     assert float((y.double() - x @ w.t()).norm() / (x @ w.t()).norm()) < 0.15
 
 

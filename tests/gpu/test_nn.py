@@ -15,7 +15,7 @@ pytestmark = [
 ]
 
 N, K = 256, 512
-LAYOUTS = ["checkpoint", "fragment1-bf16"]
+LAYOUTS = ["checkpoint", "fragment1-bf16", None]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -87,4 +87,4 @@ def test_a_model_on_the_meta_device_is_filled_on_the_gpu(tmp_path):
     x = torch.randn(4, K, device="cuda").bfloat16()
     with torch.inference_mode():
         check(model[0], x, model[0](x))
-    assert model[0].weight.is_cuda and torch.equal(model[1].weight.cpu(), torch.full((N,), 2.0))
+    assert model[0].packed.data.is_cuda and torch.equal(model[1].weight.cpu(), torch.full((N,), 2.0))

@@ -9,6 +9,7 @@ import nvfp4
 import pytest
 import torch
 from nvfp4.kernels import reference
+from nvfp4.kernels.weights.fragment import fragment_id
 from nvfp4.testing import assert_gemm_close
 
 pytestmark = [
@@ -66,6 +67,18 @@ def test_values(n, k, dtype):
         poison()
         c.check(nvfp4.gemm(c.x, c.packed))
         c.check(nvfp4.gemm(c.x, c.weight, c.scale, c.gs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_untuned_weights_are_packed_for_tensor_cores_and_may_stay_as_they_are(dtype):
+    c = Case(48, 256, 512, dtype)
+    name = fragment_id(torch.cuda.get_device_capability(), str(dtype).removeprefix("torch."))
+    assert c.packed.layout == name
+    stored = nvfp4.pack(c.weight, c.scale, c.gs, dtype=dtype, layout="checkpoint")
+    for m in (1, 16, 48):
+        for packed in (stored, c.packed):
+            y = nvfp4.gemm(c.x[:m], packed)
+            c.check(y, x=c.x[:m])
 
 
 def test_bias_pre_quant_scale_and_scale_per_row():

@@ -1,5 +1,7 @@
 import pytest
 from nvfp4.cache.records import BASELINE, Environment, Interval, LayoutPlan, Measurement, Plan
+from nvfp4.dispatch.offline import TYPICAL
+from nvfp4.kernels import registry
 from nvfp4.kernels.kernel import implementation_hash
 from nvfp4.kernels.problem import Problem
 from nvfp4.testing.fakes import FakeConfig, Good, Trouble, fake_device
@@ -100,6 +102,16 @@ def test_of_other_kernels_the_neighbours_of_the_default_are_promising(candidates
 def test_untuned_runs_the_default_of_the_narrowest_kernel(candidates):
     assert default_at(DEVICE, PROBLEM, 16, candidates) == good(300)
     assert default_at(DEVICE, PROBLEM, 16, {}) is None
+
+
+def test_untuned_runs_what_reads_the_layout_that_is_taken_then():
+    (h200,) = TYPICAL[9, 0]
+    gemv, marlin = (registry.get(name) for name in ("triton_gemv", "marlin"))
+    problem = Problem(n=512, k=512)
+    found, _ = candidates_of(h200, problem, (1,), [gemv, marlin])
+    assert default_at(h200, problem, 1, found).kernel == "marlin"
+    found, _ = candidates_of(h200, problem, (1,), [gemv])
+    assert default_at(h200, problem, 1, found) is None
 
 
 def plan(n, k, kernel, device=DEVICE):
