@@ -24,7 +24,7 @@ from .words import device_words, plural
 
 __all__ = ["env"]
 
-OPTIONS = ("NVFP4_DB", "NVFP4_KERNELS", "NVFP4_KERNEL_CACHE")
+OPTIONS = ("NVFP4_DB", "NVFP4_KERNELS", "NVFP4_KERNEL_CACHE", "NVFP4_PDL")
 
 
 class Database(msgspec.Struct, frozen=True, kw_only=True):
