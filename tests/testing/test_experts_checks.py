@@ -8,7 +8,7 @@ from nvfp4.kernels.moe.cpu_grouped import CpuGrouped
 from nvfp4.kernels.moe.cpu_moe import CpuMoe
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing import assert_moe_close, conformance
-from nvfp4.testing.experts import MoeCase
+from nvfp4.testing.experts import MoeCase, experts_case, poisoned
 
 CPU = Device(kind="cpu", name="test", units=2, l2_bytes=32 << 20)
 MOE = Problem(op="moe", n=48, k=64, experts=4, top_k=2, activation="swiglu")
@@ -153,3 +153,25 @@ def test_a_further_rounding_fails(dtype):
     run(Rounds("nothing"))
     with pytest.raises(AssertionError, match="relative error"):
         run(Rounds("an expert's result"))
+
+
+def test_poison_reaches_every_allocation():
+    with poisoned():
+        assert torch.empty(3).isnan().all() and torch.zeros(3).new_empty(3).isnan().all()
+        assert (torch.empty(3, dtype=torch.int32) == 2**31 - 1).all()
+        assert torch.empty_like(torch.zeros(3)).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize(("kernel", "problem"), [(CpuMoe(), MOE), (CpuGrouped(), GROUPED)], ids=["moe", "grouped"])
+def test_poison_changes_nothing(kernel, problem):
+    case = experts_case(problem, 9, 5, torch.device("cpu"))
+    launcher = kernel.build(CPU, problem, kernel.default_config(CPU, problem, 9))
+    clean, dirty = torch.zeros(case.shape).bfloat16(), torch.zeros(case.shape).bfloat16()
+    launcher(*arguments_of(case), clean)
+    case.launch(launcher, dirty)
+    assert torch.equal(clean.view(torch.int16), dirty.view(torch.int16))
+
+
+def arguments_of(case):
+    return (case.arguments,) if isinstance(case, MoeCase) else tuple(case.tensors())
