@@ -39,8 +39,8 @@ class TwoPassFragment(Kernel):
     name = "two_pass_fragment"
     config_type = TwoPassFragmentConfig
     packages = ("triton",)
-    # Kernels made for up to 192 go before it. Wider than the open range of cutedsl_wgmma, which so runs untuned where it
-    # can: it won the finals at nearly every M from there on (NVIDIA H200, eight shapes, 2026-11).
+    # Kernels made for up to 192 go before it. Wider than the open range of cutedsl_wgmma, which then runs untuned if
+    # it can: it won the finals at nearly every M from there on (NVIDIA H200, eight shapes, 2026-11).
     made_for = ((129, None),)
 
     def layout(self, device: Device, problem: Problem) -> str:
