@@ -14,8 +14,8 @@ from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation as get_activation
 from ..kernels.weights.codec import GROUP
 from ..kernels.weights.layouts import layout as get_layout
-from ..kernels.weights.weight import GLOBAL_SCALE_DTYPES, check_tensors, is_aligned
-from .checks import check_device, check_memory, check_x
+from ..kernels.weights.weight import ALIGNMENT, GLOBAL_SCALE_DTYPES, check_tensors
+from .checks import check_device, check_memory, check_x, have_memory
 
 __all__ = ["check_grouped", "check_moe", "check_places", "check_tokens"]
 
@@ -169,9 +169,10 @@ def check_tokens(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
 
 def check_places(x: Tensor, large: Mapping[str, Tensor | None], small: Mapping[str, Tensor | None]) -> None:
     """Whether all tensors have memory, and the large ones begin where kernels can read 16 bytes at once."""
-    check_memory(x=x, **large, **small)
+    if not have_memory(x, *large.values(), *small.values()):
+        check_memory(x=x, **large, **small)
     for name, tensor in large.items():
-        if tensor is not None and not is_aligned(tensor):
+        if tensor is not None and tensor.data_ptr() % ALIGNMENT:
             raise InvalidInput(
                 message(
                     f"{name} is not 16-byte aligned",

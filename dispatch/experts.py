@@ -132,13 +132,13 @@ def moe(
         w2=w2,
         w2_scale=w2_scale.view(torch.uint8),
         w2_scale_2=_factors(w2_scale_2),
-        topk_ids=_ready(topk_ids.reshape(-1, problem.top_k)),
-        topk_weights=_ready(topk_weights.reshape(-1, problem.top_k)),
+        topk_ids=_ready(topk_ids if topk_ids.ndim == 2 else topk_ids.reshape(-1, problem.top_k)),
+        topk_weights=_ready(topk_weights if topk_weights.ndim == 2 else topk_weights.reshape(-1, problem.top_k)),
         constants=values,
         weights_on_input=apply_router_weight_on_input,
         **ready,
     )
-    launcher(arguments, out.view(-1, problem.k))
+    launcher(arguments, out if out.ndim == 2 else out.view(-1, problem.k))
     return out
 
 
@@ -203,9 +203,10 @@ def _key(x: Tensor, large: Mapping[str, Tensor | None], small: Mapping[str, Tens
     """What checks read of the tensors, but for the number of tokens and for addresses."""
     parts: list[Any] = [x.dtype, x.get_device(), x.shape[-1:], x.ndim]
     for tensor in (*large.values(), *small.values()):
-        parts.append(None if not isinstance(tensor, Tensor) else (tensor.dtype, tensor.shape, tensor.get_device()))
-    for tensor in large.values():
-        parts.append(isinstance(tensor, Tensor) and tensor.is_contiguous())
+        if tensor is None:
+            parts.append(None)
+        else:
+            parts += (tensor.dtype, tensor.shape, tensor.get_device(), tensor.is_contiguous())
     return tuple(parts)
 
 
@@ -218,4 +219,6 @@ def _ready(tensor: Tensor) -> Tensor:
 
 def _factors(global_scale: Tensor) -> Tensor:
     """float32 [E, 1] or [E, 2] of any accepted form."""
-    return _ready(global_scale.reshape(global_scale.shape[0], -1).to(torch.float32))
+    if global_scale.ndim == 1:
+        global_scale = global_scale.unsqueeze(1)
+    return _ready(global_scale if global_scale.dtype == torch.float32 else global_scale.to(torch.float32))
