@@ -97,6 +97,8 @@ def grouped_gemm(
     """
     out = torch.zeros((x.shape[0], weight.shape[1]), dtype=torch.float64, device=x.device)
     for expert, (first, last) in enumerate(pairwise(expert_offsets.tolist())):
+        if first >= last:
+            continue
         scale_2 = row_scales(global_scale, expert, weight.shape[1])
         out[first:last] = gemm(x[first:last], weight[expert], weight_scale[expert], scale_2, round_output=False)
     return round_once(out, x.dtype) if round_output else out
@@ -144,6 +146,8 @@ def moe(
     local = local_experts(topk_ids, experts, expert_map)
     for expert in range(experts):
         token, slot = (local == expert).nonzero(as_tuple=True)
+        if not token.numel():
+            continue
         router = topk_weights[token, slot].double().unsqueeze(1)
         bias = None if w13_bias is None else w13_bias[expert]
         scale_2 = row_scales(w13_scale_2, expert, rows)

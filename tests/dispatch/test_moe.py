@@ -58,6 +58,25 @@ def test_every_option(seed):
     close(case, run(case))
 
 
+@pytest.mark.parametrize(
+    ("experts", "top_k", "inter", "hidden", "m"),
+    [(64, 10, 80, 2560, 2), (32, 8, 48, 64, 60), (8, 1, 16, 16, 1), (3, 8, 32, 48, 30)],
+    ids=["a thin shard", "many experts", "smallest", "more slots than experts"],
+)
+def test_sizes(experts, top_k, inter, hidden, m):
+    problem = Problem(op="moe", n=inter, k=hidden, experts=experts, top_k=top_k, activation="swiglu")
+    case = moe_case(5, m, problem)
+    close(case, run(case))
+
+
+@pytest.mark.parametrize("ids", ["one expert", "each its own", "none but the last"])
+def test_skewed_routing(ids):
+    case = moe_case(0, 16, replace(PROBLEM, experts=16, top_k=1))
+    chosen = {"one expert": torch.full((16, 1), 3), "each its own": torch.arange(16).unsqueeze(1)}
+    case = replace(case, ids=chosen.get(ids, torch.full((16, 1), 15)))
+    close(case, run(case))
+
+
 def wrong(case, out):
     with pytest.raises(AssertionError):
         close(case, out)

@@ -14,6 +14,16 @@ def fresh():
     registry.refresh()
 
 
+def test_every_op_has_kernels_for_cpus_and_gpus():
+    for op, names in (
+        ("gemm", {"cpu_blocked", "triton_fused"}),
+        ("grouped_gemm", {"cpu_grouped", "triton_grouped"}),
+        ("moe", {"cpu_moe", "triton_moe"}),
+    ):
+        found = registry.kernels(op)
+        assert names <= {kernel.name for kernel in found} and all(kernel.op == op for kernel in found)
+
+
 def test_modules_of_nvfp4_kernels_are_added(monkeypatch):
     monkeypatch.setenv("NVFP4_KERNELS", " nvfp4.testing.fakes ,")
     assert registry.get("fake_good") is not None
