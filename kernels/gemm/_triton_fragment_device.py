@@ -149,6 +149,19 @@ def decoded_tile(
 
 
 @triton.jit
+def waited(acc):
+    """acc, used by assembly that does nothing: before a use in the loop Triton waits for all wgmmas that add to it.
+
+    Otherwise some of a step's wgmmas are in flight when the next begins. In PTX that is sound, but ptxas 12.8 does not
+    look beyond the loop's end, and decodes the next weights in registers that those in flight have yet to read. On an
+    H200 (Triton 3.6.0, 2026-11) 20 configs were wrong in rare elements, of the 33 with 64 or more tokens and 3 or more
+    stages that were measured. Others have the same fault in their machine code, and luck: their wgmmas are short, or a
+    step begins by waiting for a copy. docs/notes/triton-on-hopper.md has the rest.
+    """
+    return tl.inline_asm_elementwise("// waited", "=r,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def fused_fragment_gemm(
     x_ptr,  # [M, K] bfloat16 or float16, rows 8 * x_stride8 apart
     weight_ptr,  # [N up to 64s, K up to 64s, 2304 bytes] uint8
@@ -170,6 +183,7 @@ def fused_fragment_gemm(
     BN: tl.constexpr,  # weight rows per tile, a multiple of 64
     BLOCKS: tl.constexpr,  # blocks of 64 k per step
     GROUP: tl.constexpr,  # row tiles that stay together while token tiles advance
+    WGMMA: tl.constexpr,  # the tensor core reads registers while the program runs on: Hopper
     STAGES: tl.constexpr,
 ):
     DTYPE: tl.constexpr = x_ptr.dtype.element_ty
@@ -214,6 +228,8 @@ def fused_fragment_gemm(
         if INTERPRET:
             x = x.to(tl.float32)  # the interpreter multiplies bfloat16 bit patterns
         acc = tl.dot(w, tl.trans(x), acc)
+        if WGMMA and not INTERPRET:
+            acc = waited(acc)
 
     offsets = tl.arange(0, BN)[:, None] * BM + tl.arange(0, BM)[None, :]
     acc, last = reduce_splits(acc, offsets, partial_ptr, counter_ptr, tile, split, tl.num_programs(1), BM * BN)

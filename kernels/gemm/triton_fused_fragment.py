@@ -7,8 +7,9 @@ A thread's words are the codes of the very registers that it has to hand to the 
 unlike `triton_fused` this is one launch. The weights are the dot's first operand. Small grids split K; the last block
 of a tile adds the partials in order, so results do not change from run to run.
 
-A weight takes (counted in sm_90 code of Triton 3.7, 3.6) 3.2, 3.6 instructions with 256 k a step, 3.8, 4.1 with 128,
-4.6, 4.7 with 64. The defaults follow from registers and shared memory; they were not measured.
+On Hopper a step's wgmmas are done before the next one decodes (see `waited`); other blocks fill the gap. A weight takes
+(counted in sm_90 code of Triton 3.7, 3.6) 3.0, 2.9 instructions with 256 k a step, 3.6, 3.4 with 128, 4.4, 4.3 with 64.
+The defaults follow from registers and shared memory; they were not measured.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from ._triton_host import SplitKLaunch, scaled_x, supports_triton, valid_split
 if TYPE_CHECKING:
     from torch import Tensor
 
+HOPPER = (9, 0)
 GROUP_ROW_TILES = 8  # row tiles that share x in L2 while token tiles advance
 ROWS_PER_WARP = 16  # the warps of a warpgroup are one wgmma
 MS = {16: (1, 32), 32: (9, 128), 64: (33, None), 128: (65, None)}  # tokens per tile: which M it serves
@@ -67,7 +69,7 @@ class TritonFusedFragment(Kernel):
             return Verdict.no(f"tiles of {config.block_m} tokens serve M = {low}..{high or 'any'}, not {m}")
         if config.block_n > padded(problem.n) or config.block_k > padded(problem.k):
             return Verdict.no(f"tiles of {config.block_n} rows, {config.block_k} k: more than {problem.n}x{problem.k}")
-        if config.block_k == 256 and config.block_m >= 64 and device.capability != (9, 0):
+        if config.block_k == 256 and config.block_m >= 64 and device.capability != HOPPER:
             return Verdict.no(f"steps of 256 k with tiles of {config.block_m} tokens spill registers on {device.arch}")
         if (need := smem_bytes(config, device.capability)) > device.smem_bytes:
             return Verdict.no(f"needs {need} bytes of shared memory, the device has {device.smem_bytes}")
@@ -118,6 +120,7 @@ class TritonFusedFragment(Kernel):
             ENCODING=self.layout(device, problem).rpartition("-")[2],
             BLOCKS=config.block_k // TILE,
             GROUP=GROUP_ROW_TILES,
+            WGMMA=device.capability == HOPPER,
         )
 
     def source_files(self) -> tuple[Path, ...]:
@@ -133,7 +136,7 @@ def smem_bytes(c: TritonFusedFragmentConfig, capability: tuple[int, int]) -> int
     weights pass through shared memory.
     """
     blocks, x = c.block_n * c.block_k * 9 // 16, 2 * c.block_m * c.block_k
-    decoded = 0 if capability == (9, 0) else 2 * c.block_n * c.block_k
+    decoded = 0 if capability == HOPPER else 2 * c.block_n * c.block_k
     return max((c.stages - 1) * (blocks + x) + max(x, decoded), 4 * c.block_m * c.block_n) + 6144
 
 
