@@ -3,9 +3,7 @@
 import random
 import re
 import struct
-import subprocess
 from functools import cache
-from pathlib import Path
 
 import pytest
 from nvfp4.kernels.cuda import program_cache
@@ -13,9 +11,10 @@ from nvfp4.kernels.cuda.cubin import parameter_bytes
 from nvfp4.kernels.gemm.cutedsl_wgmma import CuteDslWgmma, fits
 from nvfp4.kernels.problem import Problem
 from nvfp4.testing.conformance import H200
+from nvfp4.testing.sass import disassemble, wgmmas_in_flight
 
 pytest.importorskip("cutlass")
-triton = pytest.importorskip("triton")  # brings nvdisasm
+pytest.importorskip("triton")  # brings nvdisasm
 
 pytestmark = pytest.mark.slow
 
@@ -23,7 +22,6 @@ KERNEL = CuteDslWgmma()
 WIDE = Problem(n=28672, k=8192)
 HALF = Problem(n=4096, k=4096, dtype="float16")
 ODD = Problem(n=1001, k=208)
-NVDISASM = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -48,7 +46,7 @@ def valid_shapes():
     return list(found.values())
 
 
-def check(problem, config, tmp_path):
+def check(problem, config):
     launch = KERNEL.build(H200, problem, config)
     shape, compiled = launch.shape, launch.compiled
     assert compiled.stack_bytes == 0, "registers are spilled"
@@ -58,8 +56,8 @@ def check(problem, config, tmp_path):
         # setmaxnreg can only hand out what the block was launched with; asking for more waits for ever.
         handed_out = 24 + shape.consumer_registers * shape.warpgroups
         assert handed_out <= compiled.registers * (shape.warpgroups + 1)
-    (tmp_path / "cubin").write_bytes(compiled.cubin)
-    sass = subprocess.run([NVDISASM, "-c", tmp_path / "cubin"], check=True, capture_output=True, text=True).stdout
+    sass = disassemble(compiled.cubin)
+    assert not wgmmas_in_flight(sass).overwrites
     assert not re.search(r"\b(LDL|STL)\b", sass)
     assert len(re.findall(r"\bHGMMA\b", sass)) == shape.steps * shape.own_blocks
     # One wait for each that the schedule asks for and one behind the loop: more mean that ptxas serialised wgmma.
@@ -75,19 +73,19 @@ def test_parameters_are_those_of_the_launch():
 
 
 @pytest.mark.parametrize("m", [16, 48, 128, 256, 1024])
-def test_defaults(m, tmp_path):
-    check(WIDE, KERNEL.default_config(H200, WIDE, m), tmp_path)
+def test_defaults(m):
+    check(WIDE, KERNEL.default_config(H200, WIDE, m))
 
 
 @pytest.mark.parametrize(("problem", "m"), [(HALF, 16), (HALF, 512), (ODD, 64), (ODD, 256)], ids=str)
-def test_float16_and_rows_of_out_that_are_not_aligned(problem, m, tmp_path):
-    check(problem, KERNEL.default_config(H200, problem, m), tmp_path)
+def test_float16_and_rows_of_out_that_are_not_aligned(problem, m):
+    check(problem, KERNEL.default_config(H200, problem, m))
 
 
 @pytest.mark.parametrize("index", range(16))
-def test_a_sample_of_the_space(index, tmp_path):
+def test_a_sample_of_the_space(index):
     configs = valid_shapes()
-    check(WIDE, configs[index * len(configs) // 16], tmp_path)
+    check(WIDE, configs[index * len(configs) // 16])
 
 
 def test_equal_shapes_are_compiled_once(monkeypatch):
