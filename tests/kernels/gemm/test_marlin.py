@@ -2,8 +2,6 @@
 
 import random
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
 from nvfp4.kernels.cuda import program_cache
@@ -18,6 +16,7 @@ from nvfp4.kernels.gemm._marlin_model import (
 from nvfp4.kernels.gemm.marlin import KERNEL, MarlinConfig
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing.conformance import H200
+from nvfp4.testing.sass import disassemble
 
 DEVICES = {
     "sm_80": Device(kind="cuda", name="A100", capability=(8, 0), units=108, smem_bytes=166912, memory_bytes=40 << 30),
@@ -140,39 +139,31 @@ def test_the_tightest_and_other_configs_compile_without_spills(arch):
             check(device, problem, config)
 
 
-def test_where_it_exists_the_hardware_converts_the_codes(tmp_path):
-    triton = pytest.importorskip("triton")  # brings nvdisasm
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+def test_where_it_exists_the_hardware_converts_the_codes():
+    pytest.importorskip("triton")  # brings nvdisasm
     problem = Problem(n=4096, k=4096)
     found = {}
     for arch in ("sm_90", "sm_120"):
         launch, _ = compiled(DEVICES[arch], problem, KERNEL.default_config(DEVICES[arch], problem, 8))
-        cubin = tmp_path / f"{arch}.cubin"
-        cubin.write_bytes(launch.compiled.cubin)
-        sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
+        sass = disassemble(launch.compiled.cubin)
         found[arch] = len(re.findall(r"E2M1", sass))
         assert re.search(r"HMMA\.16816", sass)
     assert found["sm_90"] == 0 and found["sm_120"] >= 4
 
 
-def test_bulk_copies_come_after_the_loads_that_they_overwrite(tmp_path):
+def test_bulk_copies_come_after_the_loads_that_they_overwrite():
     """In the main loop a stage is only refilled after a vote on the registers that were loaded from it (`refill`)."""
-    triton = pytest.importorskip("triton")
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    pytest.importorskip("triton")  # brings nvdisasm
     problem = Problem(n=28672, k=4096)
     config = MarlinConfig(
         tokens=16, subtiles=1, row_groups=1, k_groups=4, chunk=1, stages=2, split=1, meet="memory"
     )  # few registers, small stages: without the vote this one gave wrong sums on an H200
     launch, _ = compiled(H200, problem, config)
-    cubin = tmp_path / "one.cubin"
-    cubin.write_bytes(launch.compiled.cubin)
-    sass = subprocess.run([nvdisasm, "-c", cubin], capture_output=True, text=True, check=True).stdout
-    lines = sass.splitlines()
+    lines = disassemble(launch.compiled.cubin).splitlines()
     last_copy = max(i for i, line in enumerate(lines) if "UBLKCP" in line)
-    before = "\n".join(lines[:last_copy])
     codes = max(i for i, line in enumerate(lines[:last_copy]) if "LDS.128" in line)
     vote = max(i for i, line in enumerate(lines[:last_copy]) if "VOTE" in line)
-    assert before and codes < vote < last_copy
+    assert codes < vote < last_copy
 
 
 def test_token_tiles():
