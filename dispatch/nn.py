@@ -1,4 +1,4 @@
-"""`nvfp4.nn.Linear`: a linear layer with an NVFP4 weight, for models made of torch modules."""
+"""`nvfp4.nn`: `Linear`, a linear layer with an NVFP4 weight, for models made of torch modules; and `FusedMoE`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput, message
 from ..kernels.weights.codec import GROUP, quantize
-from ..kernels.weights.weight import Weight
+from ..kernels.weights.weight import GLOBAL_SCALE_DTYPES, Weight
 from .checkpoint.modules import CT, IGNORED, MODELOPT
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor
 from .checks import DTYPE_NAMES
+from .fused_moe import FusedMoE
 from .ops import gemm
 from .pack import pack
 
-__all__ = ["Linear", "weights"]
+__all__ = ["FusedMoE", "Linear", "weights"]
 
 NAMES = {MODELOPT: ("weight", "weight_scale_2"), CT: ("weight_packed", "weight_global_scale")}
 NAN = 0x7F  # an e4m3 NaN: what no loaded layer holds
+DERIVED = ("_data", "_scale", "_factor")
 
 
 class Linear(nn.Module):
@@ -33,7 +35,7 @@ class Linear(nn.Module):
 
     Loading a state dict, moving the module and `refresh_` derive again, into the memory that is already there if the
     module stays on its device: a captured CUDA graph then runs with the new weight. Casting the module (`half`, `to`)
-    casts bias and pre_quant_scale only.
+    casts bias and pre_quant_scale only. The tensors may come in several state dicts, loaded with strict=False.
 
     Parameters
     ----------
@@ -94,14 +96,15 @@ class Linear(nn.Module):
             raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
         self.in_features, self.out_features, self.dialect, self.dtype = in_features, out_features, dialect, dtype
         self._wanted_layout, self._keeps = layout, keep_checkpoint
+        self._given: set[str] = set()  # what came of a weight that is not all there yet
         self._weight_name, self._global_name = NAMES[dialect]
         n, k = out_features, in_features
         # Until a weight is loaded the scales are NaN, so that nothing of it can be used by mistake.
         scale = torch.full((n, k // GROUP), NAN, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-        shape = () if dialect == MODELOPT else (1,)
+        self._one: tuple[int, ...] = () if dialect == MODELOPT else (1,)  # shape of a lone global scale
         self.register_buffer(self._weight_name, torch.zeros((n, k // 2), dtype=torch.uint8, device=device))
         self.register_buffer("weight_scale", scale)
-        self.register_buffer(self._global_name, torch.full(shape, float("nan"), device=device))
+        self.register_buffer(self._global_name, torch.full(self._one, float("nan"), device=device))
         vector = torch.ones(k, dtype=dtype, device=device) if pre_quant_scale else None
         self.register_buffer("pre_quant_scale", vector)
         values = torch.zeros(n, dtype=dtype, device=device)
@@ -179,6 +182,8 @@ class Linear(nn.Module):
         InvalidInput
             The tensors hold no weight: NaN in them, or a global scale that is not positive and finite.
         """
+        if self._global.is_meta:
+            raise InvalidInput(message("the layer has no values", got="meta tensors", do="load a weight first"))
         if self.weight_scale is None:  # nothing is stored that could have changed; the global scale may have
             weight, scale, _ = self.packed.to_checkpoint()
         else:
@@ -190,12 +195,14 @@ class Linear(nn.Module):
         if self.bias is not None:
             check_finite("bias", self.bias)
         layout = self._wanted_layout if self._data is None else self._layout
-        made = pack(weight, scale, factor, dtype=self.dtype, layout=layout)
+        with torch.inference_mode(False), torch.no_grad():  # what is made may have to change outside of that mode
+            made = pack(weight, scale, factor, dtype=self.dtype, layout=layout)
         self._layout = made.layout
-        self._data = _into(self._data, made.data, weight)
-        self._scale = None if made.scale is None else _into(self._scale, made.scale, scale)
-        self._factor = _into(self._factor, made.global_scale, self._global)
-        if not self._keeps and made.layout != "checkpoint":
+        self._data = _derived(self._data, made.data, weight)
+        self._scale = None if made.scale is None else _derived(self._scale, made.scale, scale)
+        self._factor = _derived(self._factor, made.global_scale, self._global)
+        # Half of one weight and half of another survive no layout: zeros and signs of scales move into the codes.
+        if not self._keeps and not self._given and made.layout != "checkpoint":
             self._buffers[self._weight_name] = self._buffers["weight_scale"] = None
         return self
 
@@ -234,12 +241,13 @@ class Linear(nn.Module):
 
     def _forget(self) -> None:
         """Drop what is derived."""
-        for name in ("_data", "_scale", "_factor"):
+        for name in DERIVED:
             self.register_buffer(name, None, persistent=False)
         self._layout = "checkpoint"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
         was_ready = self._data is not None
+        layout, before = self._layout, {name: self._buffers[name] for name in DERIVED}
         self._store()
         self._forget()
         scales = {"weight_scale": self._stored()[1], self._global_name: self._global}
@@ -260,7 +268,19 @@ class Linear(nn.Module):
                 self.refresh_()
             except InvalidInput:  # to_empty: what is to be loaded is not there yet
                 self._forget()
+            else:
+                if self._layout == layout:
+                    self._reuse(before)
         return self
+
+    def _reuse(self, before: Mapping[str, Tensor | None]) -> None:
+        """Put what is derived into the memory that held it before, where it fits and is not a stored tensor's own."""
+        names = (self._weight_name, "weight_scale", self._global_name)
+        stored = {tensor.data_ptr() for name in names if (tensor := self._buffers[name]) is not None}
+        for name, old in before.items():
+            new = self._buffers[name]
+            if new is not None and new.data_ptr() not in stored:
+                self._buffers[name] = _into(old, new)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -278,7 +298,14 @@ class Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        self._store()
+        wrong = self._wrong_dtypes(state_dict, prefix)
+        if wrong:  # copying would cast them
+            error_msgs += wrong
+            return
+        required = (self._weight_name, "weight_scale", self._global_name)
+        here = {name for name in (*required, "bias", "pre_quant_scale") if f"{prefix}{name}" in state_dict}
+        if here:
+            self._store()
         given = dict(state_dict)
         scale = given.get(f"{prefix}weight_scale")
         if scale is not None and scale.dtype == torch.uint8:
@@ -287,24 +314,47 @@ class Linear(nn.Module):
             given[f"{prefix}weight_scale"] = scale[0]
         stored = self._global
         factor = given.get(f"{prefix}{self._global_name}")
-        if factor is not None and factor.numel() == stored.numel():
+        if isinstance(factor, Tensor) and factor.numel() == stored.numel():
             given[f"{prefix}{self._global_name}"] = factor.reshape(stored.shape)
-        elif factor is not None and factor.numel() == self.out_features:
+        elif isinstance(factor, Tensor) and factor.numel() in (1, self.out_features):
+            factor = given[f"{prefix}{self._global_name}"] = factor.reshape(self._one if factor.numel() == 1 else (-1,))
             self._buffers[self._global_name] = torch.empty_like(factor, device=stored.device)
         vector = given.get(f"{prefix}pre_quant_scale")
         if vector is not None:
             given[f"{prefix}pre_quant_scale"] = vector.reshape(-1)
             if self.pre_quant_scale is None:
                 self.pre_quant_scale = torch.ones(self.in_features, dtype=self.dtype, device=stored.device)
-        problems = len(error_msgs) + len(missing_keys)
+        problems = len(error_msgs)
         super()._load_from_state_dict(given, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
         # Scales of activations and of the KV cache are no part of the weight.
         unexpected_keys[:] = [key for key in unexpected_keys if key.removeprefix(prefix) not in IGNORED]
-        if len(error_msgs) + len(missing_keys) == problems and not self._global.is_meta:
+        if not here and self.weight_scale is None:  # a state dict of other layers
+            missing_keys += [f"{prefix}{name}" for name in (self._weight_name, "weight_scale")]
+        if not here or len(error_msgs) > problems or self._global.is_meta:
+            return
+        self._given |= here.intersection(required)
+        whole = len(self._given) == len(required)
+        if whole:
+            self._given.clear()
+        if whole or self._data is not None:
             try:
                 self.refresh_()
             except InvalidInput as error:
                 error_msgs.append(f"{prefix.removesuffix('.')}: {error}" if prefix else str(error))
+
+    def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """What to say about tensors whose bits mean something else than this layer's."""
+        allowed: dict[str, tuple[torch.dtype, ...]] = {
+            self._weight_name: (torch.uint8,),
+            "weight_scale": (torch.float8_e4m3fn, torch.uint8),
+            self._global_name: GLOBAL_SCALE_DTYPES,
+        }
+        found = {name: state_dict.get(f"{prefix}{name}") for name in allowed}
+        return [
+            message(f"wrong dtype of {prefix}{name}", got=tensor.dtype, expected=" or ".join(map(str, allowed[name])))
+            for name, tensor in found.items()
+            if isinstance(tensor, Tensor) and tensor.dtype not in allowed[name]
+        ]
 
     def extra_repr(self) -> str:
         """For print(model)."""
@@ -315,15 +365,19 @@ class Linear(nn.Module):
         )
 
 
-def _into(old: Tensor | None, new: Tensor, stored: Tensor) -> Tensor:
+def _derived(old: Tensor | None, new: Tensor, stored: Tensor) -> Tensor:
     """`new`, in the memory of `old` where that fits; as it is where it is the stored tensor's own memory."""
-    if old is None or new.data_ptr() == stored.data_ptr():
+    return new if new.data_ptr() == stored.data_ptr() else _into(old, new)
+
+
+def _into(old: Tensor | None, new: Tensor) -> Tensor:
+    """`new`, in the memory of `old` where that fits."""
+    if old is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
         return new
-    if (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
-        return new
-    return old.copy_(new)
+    with torch.inference_mode():  # where both kinds of tensors may be written
+        return old.copy_(new)
 
 
 def weights(model: nn.Module) -> list[Weight]:
-    """The weights of all `nvfp4.nn.Linear` in a model, for `nvfp4.warmup`."""
+    """The weights of all `nvfp4.nn.Linear` in a model, for `nvfp4.warmup`; of a FusedMoE it takes `problem(top_k)`."""
     return [module.packed for module in model.modules() if isinstance(module, Linear)]
