@@ -74,17 +74,19 @@ def convert_(
             message("convert_ replaces layers inside a model", got="a Linear", do="use nvfp4.nn.Linear.from_linear")
         )
     if checkpoint is None:
-        for name, module in _linears(model):
-            if filter_fn(module, name) if filter_fn else _worth_it(module, name):
-                _replace(model, name, Linear.from_linear(module, layout=layout, keep_checkpoint=keep_checkpoint))
+        for module, owners in _linears(model).items():
+            first = next(iter(owners))
+            if filter_fn(module, first) if filter_fn else all(_worth_it(module, name) for name in owners):
+                _replace(owners, _quantised(first, module, layout=layout, keep_checkpoint=keep_checkpoint))
         return model
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     _refuse_unreadable(source)
     used: set[str] = set()
-    for name, module in _linears(model):
-        info = _find(source, name)
-        if info is None:
+    for module, owners in _linears(model).items():
+        found = {name: info for name in owners if (info := _find(source, name)) is not None}
+        if not found:
             continue
+        name, info = next(iter(found.items()))
         if filter_fn is not None and not filter_fn(module, name):
             raise InvalidInput(message(f"filter_fn refuses {name}", got=f"only an NVFP4 weight in {source.path}"))
         _check_size(name, module, info)
@@ -97,25 +99,40 @@ def convert_(
             dtype=module.weight.dtype if module.weight.dtype in DTYPE_NAMES else torch.bfloat16,
         )
         _read_linear(source, info, made)
-        _replace(model, name, made.train(module.training))
-        used.add(info.name)
+        _replace(owners, made.train(module.training))
+        used.update(info.name for info in found.values())
     _refuse_unused(source, used)
     _read_dense(model, source, device)
     return model
 
 
-def _linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
-    """Layers that are exactly a Linear: subclasses may do something else with their weight."""
-    return [(name, module) for name, module in model.named_modules() if type(module) is nn.Linear]
+def _linears(model: nn.Module) -> dict[nn.Linear, dict[str, nn.Module]]:
+    """Layers that are exactly a Linear, since subclasses may do something else with their weight: name -> owner.
+
+    A layer that is in several places has several names.
+    """
+    found: dict[nn.Linear, dict[str, nn.Module]] = {}
+    for prefix, owner in model.named_modules():
+        for leaf, module in owner._modules.items():
+            if type(module) is nn.Linear:
+                found.setdefault(module, {})[f"{prefix}.{leaf}" if prefix else leaf] = owner
+    return found
+
+
+def _quantised(name: str, module: nn.Linear, *, layout: str | None, keep_checkpoint: bool) -> Linear:
+    try:
+        return Linear.from_linear(module, layout=layout, keep_checkpoint=keep_checkpoint)
+    except InvalidInput as error:
+        raise InvalidInput(f"layer {name}: {error}") from error
 
 
 def _worth_it(module: nn.Linear, name: str) -> bool:
     return module.in_features % 16 == 0 and split(name)[1] not in LEFT_DENSE
 
 
-def _replace(model: nn.Module, name: str, made: nn.Module) -> None:
-    parent, leaf = split(name)
-    setattr(model.get_submodule(parent), leaf, made)
+def _replace(owners: Mapping[str, nn.Module], made: nn.Module) -> None:
+    for name, owner in owners.items():
+        setattr(owner, split(name)[1], made)
 
 
 def _find(source: Checkpoint, name: str) -> LinearInfo | None:
@@ -211,7 +228,9 @@ def _read_dense(model: nn.Module, source: Checkpoint, device: torch.device | str
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    inside = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, Linear))
+    inside = tuple(
+        f"{name}." for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Linear)
+    )
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if not name.startswith(inside):
             yield name, tensor

@@ -130,6 +130,38 @@ def test_subclasses_of_linear_are_left_alone():
     assert not converted(attention)
 
 
+def test_a_layer_in_two_places_stays_one():
+    model = nn.ModuleDict({"a": nn.Linear(64, 64), "b": nn.Linear(64, 64)})
+    model["c"] = model["a"]
+    nvfp4.convert_(model)
+    assert converted(model) == ["a", "b"] and model["c"] is model["a"] and model["b"] is not model["a"]
+
+
+def test_a_head_in_two_places_stays_dense():
+    model = nn.ModuleDict({"proj": nn.Linear(64, 64)})
+    model["lm_head"] = model["proj"]
+    assert not converted(nvfp4.convert_(model))
+
+
+def test_a_layer_in_two_places_is_filled_from_a_checkpoint(tmp_path):
+    model = make("meta")
+    model.model.again = model.model.layers[0].mlp
+    nvfp4.convert_(model, checkpoint=DATA / "modelopt-nvfp4")
+    assert not any(tensor.is_meta for tensor in model.state_dict(keep_vars=True).values())
+    assert isinstance(model.model.again.up_proj, nvfp4.nn.Linear)
+    model = make("meta")
+    model.model.up = model.model.layers[0].mlp.up_proj
+    nvfp4.convert_(model, checkpoint=DATA / "modelopt-nvfp4")
+    assert model.model.up is model.model.layers[0].mlp.up_proj and model.model.up.packed.out_features == 96
+
+
+def test_a_layer_that_cannot_be_quantised_is_named():
+    model = make()
+    model.model.layers[0].mlp.up_proj.weight.data[3, 5] = float("nan")
+    with pytest.raises(InvalidInput, match=r"layer model\.layers\.0\.mlp\.up_proj: .*NaN"):
+        nvfp4.convert_(model)
+
+
 def test_a_linear_alone_has_no_place_to_be_replaced():
     with pytest.raises(InvalidInput, match=r"use nvfp4\.nn\.Linear\.from_linear"):
         nvfp4.convert_(nn.Linear(64, 64))
