@@ -11,7 +11,7 @@ from ..kernels.problem import Problem
 from ..kernels.weights.experts import pack_experts
 from ..kernels.weights.fragment import fragment_id
 from ..kernels.weights.layouts import to_layout
-from ..kernels.weights.weight import Weight
+from ..kernels.weights.weight import Weight, check_tensors
 from .checks import DTYPE_NAMES
 from .layout import planned_layout
 
@@ -63,6 +63,7 @@ def pack(
     """
     if dtype not in DTYPE_NAMES:
         raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+    check_tensors(weight=weight)
     if weight.ndim == 3:
         if layout not in (None, "checkpoint"):
             raise InvalidInput(message("wrong layout for experts", got=repr(layout), expected='"checkpoint" or None'))

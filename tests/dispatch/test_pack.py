@@ -6,6 +6,7 @@ import pickle
 import nvfp4
 import pytest
 import torch
+from nvfp4.errors import InvalidInput
 from nvfp4.kernels.problem import Problem
 from nvfp4.kernels.weights.swizzle import swizzle
 
@@ -91,3 +92,12 @@ def test_a_packed_weight_can_be_copied_and_pickled(exact, case, copied):
     other = copied(nvfp4.pack(c.weight, c.scale, c.gs))
     with pytest.warns(nvfp4.UntunedWarning):
         assert torch.equal(nvfp4.gemm(c.x, other), c.ref)
+
+
+@pytest.mark.parametrize("layout", [None, "checkpoint", "fragment"])
+@pytest.mark.parametrize("missing", ["weight", "scale", "gs"])
+def test_what_is_missing_is_named(case, layout, missing):
+    c = case()
+    given = {name: getattr(c, name) for name in ("weight", "scale", "gs")} | {missing: None}
+    with pytest.raises(InvalidInput, match="is missing; got None; expected a tensor"):
+        nvfp4.pack(*given.values(), layout=layout)
