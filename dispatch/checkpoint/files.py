@@ -72,7 +72,7 @@ class TensorFiles:
             except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise InvalidInput(message(f"{self.path / INDEX} cannot be read", got=error)) from error
             places = {name: file.rpartition("/")[2] for name, file in index.weight_map.items()}
-            lost = {file for file in set(places.values()) if not (self.path / file).exists()}
+            lost = {file for file in set(places.values()) if not _exists(self.path / file)}
             if lost:
                 names = (name for name, file in places.items() if file in lost)
                 raise InvalidInput(
@@ -162,3 +162,10 @@ class TensorFiles:
             self._open.pop(next(iter(self._open)))
         self._open[file] = handle
         return handle
+
+
+def _exists(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:  # no name that a file can have
+        return False

@@ -459,6 +459,16 @@ def test_a_file_that_is_missing_is_named_with_its_tensors(write):
         open_checkpoint(path)
 
 
+def test_an_index_with_a_name_that_no_file_has_is_named(write):
+    path = write(modelopt(f"{MLP}.up_proj", 16, 32), files=2)
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    index["weight_map"] = dict.fromkeys(index["weight_map"], 300 * "x")
+    file.write_text(json.dumps(index))
+    with pytest.raises(InvalidInput, match="is incomplete; got no xxx"):
+        open_checkpoint(path)
+
+
 def test_an_index_that_does_not_fit_names_the_tensors(write):
     path = write(modelopt(f"{MLP}.up_proj", 16, 32), files=2)
     file = path / "model.safetensors.index.json"
