@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 __all__ = ["Instruction", "Program", "parse"]
 
-_TOKEN = re.compile(r"\s*\$\w+:|\s*\{(?=\s*\.reg)|\s*\}|[^;{}]*(?:\{[^{}.]*\}[^;{}]*)*;")
+_TOKEN = re.compile(r"\s*[$\w]+:(?!:)|\s*\{(?=\s*\.reg)|\s*\}|[^;{}]*(?:\{[^{}.]*\}[^;{}]*)*;")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _LOCAL = re.compile(r"(?<![%.\w$])[a-zA-Z_]\w*")
+_PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.[usb](\d+) (\w+)(?:\[(\d+)\])?")
+_DYNAMIC = re.compile(r"\.extern \.shared [^;]*?(\w+)\[\]")
 _GUARD = re.compile(r"@(!?)(%?\w+)\s+(.*)", re.DOTALL)
 
 
@@ -32,7 +34,8 @@ class Program:
 
     code: tuple[Instruction, ...]
     labels: dict[str, int]  # what they stand before
-    parameters: tuple[str, ...]
+    parameters: tuple[int, ...]  # where each begins among their bytes, and where the last one ends
+    symbols: dict[str, int]  # addresses of parameters and of dynamic shared memory
 
 
 def parse(text: str) -> Program:
@@ -57,7 +60,14 @@ def parse(text: str) -> Program:
                 scopes[-1].update((name, f"{name}@{blocks}") for name in _declared(token))
         elif token != ";" and not token.startswith(".pragma"):
             code.append(_instruction(token.rstrip(";").strip(), scopes))
-    return Program(tuple(code), labels, tuple(re.findall(r"\.param \.[us]\d+ (\w+)", head)))
+    symbols = dict.fromkeys(_DYNAMIC.findall(head), 0)
+    places = [0]
+    for align, kind, name, count in _PARAMETER.findall(head):
+        size = int(kind) // 8 * int(count or 1)
+        start = -(-places[-1] // int(align or size)) * int(align or size)
+        symbols[name] = places[-1] = start
+        places.append(start + size)
+    return Program(tuple(code), labels, tuple(places), symbols)
 
 
 def _declared(token: str) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ._ptx_async import LANES, POISON, Asynchronous
 from ._ptx_parse import Instruction
 
 if TYPE_CHECKING:
@@ -17,12 +18,11 @@ __all__ = ["LANES", "POISON", "Warp"]
 
 Array = NDArray[Any]
 
-LANES = 32
 LANE = np.arange(LANES)
 G, Q = LANE // 4, LANE % 4  # rows and columns of the 8 x 8 matrices that a warp holds
-POISON = 0xFF  # bytes of shared memory that nobody has written: NaNs
-PIECE = 16  # bytes of an asynchronous copy
-IGNORED = ("fence", "griddepcontrol")  # one block runs at a time, and one kernel
+IGNORED = ("fence", "membar", "griddepcontrol")  # one block runs at a time, and one kernel
+PAUSES = ("mbarrier", "cp", "bar", "vote", "ldmatrix", "atom")  # others may run after these
+PAUSE = 1 / 8  # the probability
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 ARITHMETIC: dict[str, Callable[..., Array]] = {
@@ -50,17 +50,18 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-class Warp:
-    """One warp of a block. It runs until all its lanes meet a barrier or have returned."""
+class Warp(Asynchronous):
+    """One warp of a block. It runs until all its lanes meet a barrier or have returned, or others get a turn."""
 
     def __init__(self, block: Block, number: int) -> None:
-        self.block = block
+        super().__init__()
+        self.block, self.number = block, number
         self.thread = LANE + LANES * number
         self.registers: dict[str, Array] = {}
         self.at = np.zeros(LANES, np.int64)  # every lane's next instruction
         self.live = np.ones(LANES, bool)
-        self.waits = False  # at a barrier
-        self.copies: list[list[tuple[Array, Array]]] = [[]]  # groups of (where, bytes); the last one is open
+        self.waits = False  # at a barrier of the block
+        self.rank = block.rng.random()  # of those who can run, the highest does
 
     @property
     def done(self) -> bool:
@@ -69,7 +70,7 @@ class Warp:
 
     def run(self) -> None:
         """The lanes that are behind run first, so that those which took different branches meet again."""
-        program = self.block.program
+        program, self.waits_for = self.block.program, None
         while self.live.any():
             at = int(self.at[self.live].min())
             here = self.live & (self.at == at)
@@ -89,6 +90,11 @@ class Warp:
                     self._execute(one, run)
                 except AssertionError as error:
                     raise AssertionError(f"{one}: {error}") from error
+                if self.waits_for is not None:
+                    return
+                if one.name.startswith(PAUSES) and self.block.rng.random() < PAUSE:
+                    self.rank = self.block.rng.random()
+                    return
 
     def pass_barrier(self) -> None:
         """Go on behind it."""
@@ -118,10 +124,12 @@ class Warp:
             return self.thread.astype(kind)
         if operand.startswith("%ctaid."):
             return np.full(LANES, self.block.index["xyz".index(operand[-1])], kind)
-        if operand.startswith("__dynamic_shmem"):
-            return np.zeros(LANES, kind)
+        if operand.startswith("%nctaid."):
+            return np.full(LANES, self.block.grid["xyz".index(operand[-1])], kind)
+        if operand in self.block.program.symbols:
+            return np.full(LANES, self.block.program.symbols[operand], kind)
         assert operand[0] not in "%$" and "@" not in operand, f"{operand} was never written"
-        number = int(operand[2:], 16) if operand.startswith("0f") else int(operand, 0)
+        number = int(operand[2:], 16) if operand.startswith("0f") else int(operand.rstrip("U"), 0)
         return np.full(LANES, number & ((1 << bits) - 1), np.uint64).astype(kind)
 
     def _put(self, operand: str, values: Array, run: Array) -> None:
@@ -181,6 +189,28 @@ class Warp:
         low, high, by = (self._get(operand, 64) for operand in ops[1:])
         self._put(ops[0], (((high << 32 | low) << (by & 31)) >> 32).astype(np.uint32), run)
 
+    def _lop3(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        a, b, c = (self._get(operand) for operand in ops[1:4])
+        table, value = int(ops[4], 0), np.zeros(LANES, np.uint32)
+        for i in range(8):
+            if table >> i & 1:
+                value |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        self._put(ops[0], value, run)
+
+    def _prmt(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        both, selector = self._get(ops[1], 64) | self._get(ops[2], 64) << 32, self._get(ops[3], 64)
+        value = np.zeros(LANES, np.uint64)
+        for i in range(4):
+            nibble = selector >> 4 * i & 15
+            assert (nibble < 8).all(), "copies of a sign"
+            value |= (both >> 8 * nibble & 0xFF) << 8 * i
+        self._put(ops[0], value.astype(np.uint32), run)
+
+    def _bfi(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        field, into, at, length = (self._get(operand, 64) for operand in ops[1:])
+        mask = ((np.uint64(1) << length) - 1) << at
+        self._put(ops[0], (into & ~mask | field << at & mask).astype(np.uint32), run)
+
     def _setp(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         kind = kinds[-1].replace("b", "u")
         self._put(ops[0], COMPARE[kinds[0]](self._integer(ops[1], kind), self._integer(ops[2], kind)), run)
@@ -201,6 +231,10 @@ class Warp:
             part = value >> np.uint64(i * each) & np.uint64((1 << each) - 1)
             self._put(target, part.astype(f"u{each // 8}"), run)
 
+    def _cvta(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert kinds == ["to", "global", "u64"]
+        self._put(ops[0], self._get(ops[1], 64), run)
+
     def _cvt(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         to, of = kinds[-2:]
         if of == "e2m1x2":
@@ -218,11 +252,20 @@ class Warp:
 
     def _shfl(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert kinds[1] == "idx"
-        self._put(ops[0], self._get(ops[1])[self._get(ops[2]) & 31], run)
+        target, _, valid = ops[0].partition("|")
+        self._put(target, self._get(ops[1])[self._get(ops[2]) & 31], run)
+        if valid:
+            self._put(valid, np.ones(LANES, bool), run)
+
+    def _vote(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert kinds == ["sync", "all", "pred"] and (run == self.live).all()
+        self._put(ops[0], np.full(LANES, self.registers[ops[1]][run].all()), run)
 
     def _ldmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert run.all() and kinds[3] == "x4"
-        rows = self.block.smem[self._shared(ops[1], 16, run)].view(np.uint32)  # [8 of each matrix, 4]
+        where = self._shared(ops[1], 16, run)
+        self.block.order.read(self.thread, where)
+        rows = self.block.smem[where].view(np.uint32)  # [8 of each matrix, 4]
         for j, target in enumerate(_parts(ops[0])):
             self._put(target, rows[8 * j + G, Q], run)
 
@@ -261,16 +304,17 @@ class Warp:
         """(memory, which of its bytes)."""
         if space == "shared":
             return self.block.smem, self._shared(operand, size, run)
+        if space == "param":
+            return self.block.parameters, self._address(operand, 64)[run][:, None] + np.arange(size)
         memory = self.block.memory
         return memory.data, memory.where(self._address(operand, 64)[run], size)
 
     def _ld(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        size = int(kinds[-1][1:]) // 8
-        if kinds[0] == "param":
-            self._put(ops[0], self._get(str(self.block.parameters[ops[1].strip("[]")]), 8 * size), run)
-        elif run.any():
-            targets = _parts(ops[0])
+        size, targets = int(kinds[-1][1:]) // 8, _parts(ops[0])
+        if run.any():
             memory, where = self._place(kinds[0], ops[1], size * len(targets), run)
+            if kinds[0] == "shared":
+                self.block.order.read(self.thread[run], where)
             values = memory[where].view(f"u{size}")
             for i, target in enumerate(targets):
                 lanes = np.zeros(LANES, values.dtype)
@@ -282,33 +326,18 @@ class Warp:
             bits = int(kinds[-1][1:])
             values = np.stack([self._get(source, bits)[run] for source in _parts(ops[1])], 1).view(np.uint8)
             memory, where = self._place(kinds[0], ops[0], values.shape[1], run)
+            if kinds[0] == "shared":
+                self.block.order.write(self.thread[run], where)
             memory[where] = values
 
-    def _cp(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        """Bytes of the source are taken at once and arrive as late as they may; until then there are NaNs."""
-        if kinds[1] == "commit_group":
-            self.copies.append([])
-        elif kinds[1] == "wait_group":
-            while len(self.copies) - 1 > int(ops[0]):
-                for where, values in self.copies.pop(0):
-                    self.block.smem[where] = values
-        elif run.any():
-            where = self._shared(ops[0], PIECE, run)
-            size = self._get(ops[3])[run] if len(ops) > 3 else np.full(len(where), PIECE)
-            assert np.isin(size, (0, PIECE)).all()
-            read = size > 0
-            values = np.zeros(where.shape, np.uint8)
-            values[read] = self.block.memory.data[self.block.memory.where(self._address(ops[1], 64)[run][read], PIECE)]
-            self.block.smem[where] = POISON
-            self.copies[-1].append((where, values))
-
     def _atom(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        assert kinds[-2:] == ["inc", "u32"]
+        assert kinds[-2:] in (["inc", "u32"], ["add", "u32"])
         for lane in np.flatnonzero(run):
             only = lane == LANE
             memory, where = self._place("global", ops[1], 4, only)
-            old = memory[where].view(np.uint32)[0]
-            memory[where] = np.where(old >= self._get(ops[2])[lane], 0, old + 1).astype(np.uint32).view(np.uint8)
+            old, operand = memory[where].view(np.uint32)[0], self._get(ops[2])[lane]
+            new = old + operand if kinds[-2] == "add" else np.where(old >= operand, 0, old + 1)
+            memory[where] = new.astype(np.uint32).view(np.uint8)
             self._put(ops[0], np.broadcast_to(old, LANES), only)
 
 

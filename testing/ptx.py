@@ -11,12 +11,13 @@ It does not see what depends on time or caches: fences between blocks, bank conf
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ._ptx_order import Barrier, Order
 from ._ptx_parse import Program, parse
 from ._ptx_warp import LANES, POISON, Warp
 
@@ -65,34 +66,61 @@ class Block:
     def __init__(
         self,
         program: Program,
-        parameters: dict[str, int],
+        parameters: NDArray[np.uint8],
         memory: GlobalMemory,
+        grid: tuple[int, int, int],
         index: tuple[int, int, int],
         threads: int,
         smem_bytes: int,
+        rng: random.Random,
+        ordered: bool,
     ) -> None:
-        self.program, self.parameters, self.memory, self.index = program, parameters, memory, index
+        self.program, self.parameters, self.memory = program, parameters, memory
+        self.grid, self.index, self.rng = grid, index, rng
         self.smem = np.full(smem_bytes, POISON, np.uint8)
+        self.order = Order(threads, smem_bytes if ordered else 0)
+        self.barriers: dict[int, Barrier] = {}
+        self.under_way: list[
+            tuple[int, Callable[[], None]]
+        ] = []  # copies: their warp if it has an order of them, or -1
         self.warps = [Warp(self, number) for number in range(threads // LANES)]
+        self._eager = rng.choice((0.02, 0.5, 0.98))  # how soon copies land
 
-    def runnable(self) -> list[Warp]:
-        """Warps that can go on; where all that are left wait at a barrier, it is passed."""
+    def step(self) -> bool:
+        """A warp runs on, or a copy lands; False when all is done."""
         left = [warp for warp in self.warps if not warp.done]
+        if not left:
+            assert not self.under_way, "the block ends before its copies"
+            return False
         if all(warp.waits for warp in left):
+            self.order.meet(np.concatenate([warp.thread[warp.live] for warp in left]))
             for warp in left:
                 warp.pass_barrier()
-        return [warp for warp in left if not warp.waits]
+        ready = [warp for warp in left if not warp.waits and (warp.waits_for is None or _passed(*warp.waits_for))]
+        if self.under_way and (not ready or self.rng.random() < self._eager):
+            warps = [warp for warp, _ in self.under_way]
+            first = [i for i, warp in enumerate(warps) if warp < 0 or warp not in warps[:i]]
+            self.under_way.pop(self.rng.choice(first))[1]()
+        else:
+            assert ready, "all warps wait, and nothing is under way"
+            max(ready, key=lambda warp: warp.rank).run()
+        return True
+
+
+def _passed(barrier: Barrier, parity: int) -> bool:
+    return barrier.passed(parity)
 
 
 def run(
     text: str,
-    values: Sequence[int],
+    values: Sequence[int | bytes],
     memory: GlobalMemory,
     *,
     grid: tuple[int, int, int],
     threads: int,
     smem_bytes: int = 0,
     seed: int = 0,
+    ordered: bool = True,
 ) -> None:
     """Run a kernel.
 
@@ -101,7 +129,7 @@ def run(
     text
         PTX with one entry.
     values
-        Of its parameters, which are integers and addresses of `memory`.
+        Of its parameters, which are integers, addresses of `memory`, or the bytes of a struct.
     memory
         What it reads and writes.
     grid, threads
@@ -109,25 +137,30 @@ def run(
     smem_bytes
         Dynamic shared memory of a block.
     seed
-        Decides the order of blocks and warps.
+        Decides the order of blocks and warps, and when copies arrive.
+    ordered
+        Whether accesses to shared memory that nothing orders raise. Kernels that load ahead what they never use, and
+        overwrite it, need False.
 
     Raises
     ------
     AssertionError
-        Reads or writes outside of buffers or at odd addresses, a barrier that only some lanes of a warp reach, a
-        register that is read before it is written, or an instruction that this module does not know.
+        Reads or writes outside of buffers or at odd addresses, accesses to shared memory that nothing orders, warps that
+        wait for ever, a barrier that only some lanes of a warp reach, a register that is read before it is written, or
+        an instruction that this module does not know.
     """
     program, rng = parse(text), random.Random(seed)
-    parameters = dict(zip(program.parameters, values, strict=True))
+    parameters = np.zeros(program.parameters[-1], np.uint8)
+    for start, value in zip(program.parameters[:-1], values, strict=True):
+        content = value if isinstance(value, bytes) else (value & (1 << 64) - 1).to_bytes(8, "little")
+        room = len(parameters) - start
+        parameters[start : start + len(content)] = np.frombuffer(content[:room], np.uint8)
     waiting = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
     rng.shuffle(waiting)
     resident: list[Block] = []
     while waiting or resident:
         while waiting and len(resident) < RESIDENT:
-            resident.append(Block(program, parameters, memory, waiting.pop(), threads, smem_bytes))
+            resident.append(Block(program, parameters, memory, grid, waiting.pop(), threads, smem_bytes, rng, ordered))
         block = rng.choice(resident)
-        warps = block.runnable()
-        if warps:
-            rng.choice(warps).run()
-        else:
+        if not block.step():
             resident.remove(block)

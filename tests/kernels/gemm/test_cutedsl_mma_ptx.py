@@ -75,6 +75,7 @@ def simulate(monkeypatch):
                 threads=shape.threads,
                 smem_bytes=shape.smem_bytes,
                 seed=order,
+                ordered=False,  # the last step loads one more stage, which nobody uses, while others store results
             )
             out.copy_(torch.from_numpy(memory.read(addresses[2], np.int16, out.numel())).view(out.dtype).view_as(out))
             if floats:

@@ -1,0 +1,103 @@
+"""Which accesses to shared memory are ordered, whatever the timing: vector clocks, one per thread of a block.
+
+Threads are ordered by their own code, by barriers of a block or a warp, and by an mbarrier: what a thread did before it
+arrived comes before what others do after they have waited. That a warp's lanes run side by side orders nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Barrier", "Order"]
+
+Array = NDArray[Any]
+
+WORD = 4  # bytes whose accesses are told apart
+UNDER_WAY = np.iinfo(np.int32).max  # the time of a write that nobody has waited for yet
+
+
+class Order:
+    """Clocks of a block's threads, and who used which word of shared memory last; of 0 bytes: nothing is checked."""
+
+    def __init__(self, threads: int, smem_bytes: int) -> None:
+        words = -(-smem_bytes // WORD)
+        self.now = np.eye(threads, dtype=np.int32)  # [thread, what it knows of the others' time]
+        self._read = np.zeros((words, threads), np.int32)  # when each thread read it last
+        self._writer = np.zeros(words, np.int32)
+        self._written = np.zeros(words, np.int32)
+
+    def meet(self, threads: Array) -> None:
+        """They pass a barrier together."""
+        self.now[threads] = self.now[threads].max(0, initial=0)
+        self.now[threads, threads] += 1
+
+    def release(self, threads: Array) -> Array:
+        """What `acquire` makes known: all that they have done so far."""
+        known = self.now[threads].max(0)
+        self.now[threads, threads] += 1
+        return np.asarray(known)
+
+    def acquire(self, threads: Array, known: Array) -> None:
+        """They have waited for those who released this."""
+        self.now[threads] = np.maximum(self.now[threads], known)
+
+    def read(self, threads: Array, where: Array) -> None:
+        """Threads read bytes [threads, bytes]; AssertionError unless the writes before are ordered."""
+        if not len(self._written):
+            return
+        words = where[:, ::WORD] // WORD
+        self._after_writes(threads, words, "reads")
+        self._read[words, threads[:, None]] = self.now[threads, threads][:, None]
+
+    def write(self, threads: Array, where: Array, *, under_way: bool = False) -> None:
+        """The same for writes, and for reads before them; those under way are done when `landed` says so."""
+        if not len(self._written):
+            return
+        words = where[:, ::WORD] // WORD
+        self._after_writes(threads, words, "overwrites")
+        late = self._read[words] > self.now[threads][:, None]
+        if late.any():
+            lane, word, reader = np.argwhere(late)[0]
+            at = int(words[lane, word]) * WORD
+            raise AssertionError(f"thread {threads[lane]} overwrites what thread {reader} may be reading, at {at}")
+        self._writer[words] = threads[:, None]
+        self._written[words] = UNDER_WAY if under_way else self.now[threads, threads][:, None]
+
+    def landed(self, where: Array, times: Array) -> None:
+        """Copies are complete: writes of their threads at these times."""
+        if len(self._written):
+            self._written[where[:, ::WORD] // WORD] = times[:, None]
+
+    def _after_writes(self, threads: Array, words: Array, verb: str) -> None:
+        late = self._written[words] > self.now[threads[:, None], self._writer[words]]
+        if late.any():
+            lane, word = np.argwhere(late)[0]
+            writer, at = self._writer[words[lane, word]], int(words[lane, word]) * WORD
+            raise AssertionError(f"thread {threads[lane]} {verb} what thread {writer} may be writing, at {at}")
+
+
+class Barrier:
+    """An mbarrier."""
+
+    def __init__(self, arrivals: int, threads: int) -> None:
+        self.arrivals = self.missing = arrivals
+        self.bytes = 0  # announced and not here yet
+        self.phase = 0
+        self.known = np.zeros(threads, np.int32)  # from those who arrived in the phase before
+        self._gathered = np.zeros(threads, np.int32)
+
+    def arrive(self, known: Array, *, count: int = 0, announced: int = 0) -> None:
+        """Arrivals, bytes that are announced, or (negative) bytes that have come."""
+        assert count <= self.missing, "more arrivals than the barrier was made for"
+        self.missing -= count
+        self.bytes += announced
+        self._gathered = np.maximum(self._gathered, known)
+        if self.missing == self.bytes == 0:
+            self.missing, self.phase, self.known = self.arrivals, self.phase + 1, self._gathered
+
+    def passed(self, parity: int) -> bool:
+        """Whether the phase of this parity is over."""
+        return self.phase % 2 != parity
