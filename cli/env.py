@@ -17,13 +17,14 @@ from ..errors import DatabaseError, NoDevice
 from ..kernels import registry
 from ..kernels.cuda import program_cache
 from ..kernels.device import describe
-from ..kernels.problem import Device
+from ..kernels.problem import OPS, Device
 from .options import database_option, help_style, json_option
 from .output import Grid, console, print_json
 from .words import device_words, plural
 
 __all__ = ["env"]
 
+LABELS = {"timing": "timing protocol"}
 OPTIONS = ("NVFP4_DB", "NVFP4_KERNELS", "NVFP4_KERNEL_CACHE", "NVFP4_PDL")
 
 
@@ -45,7 +46,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     python: str
     system: str
     versions: Environment
-    kernels: tuple[str, ...]
+    kernels: dict[str, tuple[str, ...]]  # names by op
     database: Database
     caches: dict[str, str]  # folder by what is in it
     variables: dict[str, str]  # those that are set
@@ -56,7 +57,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 @database_option
 @json_option
 def env(db: Path | None, as_json: bool) -> None:
-    """Show devices, versions, the database and the cache folders.
+    """Show devices, versions, kernels, the database and the cache folders.
 
     \b
     Examples:
@@ -68,7 +69,7 @@ def env(db: Path | None, as_json: bool) -> None:
         python=platform.python_version(),
         system=platform.platform(),
         versions=environment(),
-        kernels=tuple(kernel.name for kernel in registry.kernels("gemm")),
+        kernels={op: tuple(kernel.name for kernel in registry.kernels(op)) for op in OPS},
         database=_database(db or default_path()),
         caches=_caches(),
         variables={name: os.environ[name] for name in OPTIONS if name in os.environ},
@@ -81,8 +82,9 @@ def env(db: Path | None, as_json: bool) -> None:
         made.row(place, device_words(device))
     made.row("python", f"{report.python} on {report.system}")
     for name, version in msgspec.to_builtins(report.versions).items():
-        made.row(name.replace("_", "-"), version or "-")
-    made.row("kernels", ", ".join(report.kernels))
+        made.row(LABELS.get(name, name.replace("_", "-")), version or "-")
+    for op, names in report.kernels.items():
+        made.row(f"{op} kernels", ", ".join(names))
     made.row("database", report.database.path)
     made.row("", _state(report.database))
     for what, folder in (*report.caches.items(), *report.variables.items()):
