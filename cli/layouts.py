@@ -98,7 +98,9 @@ def _notes(found: LayoutReport) -> Iterator[str]:
 def _legend(found: Sequence[LayoutReport]) -> Iterator[str]:
     if any(total.traffic_us is not None for one in found for total in one.layouts):
         bands = " and ".join(dict.fromkeys(one.traffic for one in found))
-        yield f"mean: of a call in {bands} traffic; costs: how much more than the first layout takes"
+        several = any(len(one.layouts) > 1 for one in found)
+        costs = "; costs: how much more than the first layout takes" if several else ""
+        yield f"mean: of a call in {bands} traffic{costs}"
     if any(cell.measured_at not in (None, row.m) for one in found for row in one.rows for cell in row.layouts):
         yield "@M: the time at that M, whose candidate serves this one too and takes at most as long"
     if any(one.stale for one in found):

@@ -203,6 +203,7 @@ def test_layouts_of_a_problem_without_a_plan(tuned, two_devices, run):
     done = run("inspect", "--layout", "--device-name", "3000", "--db", two_devices)
     assert done.code == 0 and "no plan yet; by these measurements it would mark layout checkpoint" in done.out
     assert "Fake 4000" not in done.out
+    assert "costs" not in done.out  # there is one layout, so nothing costs more than the first
     assert run("inspect", "--layout", "40x64", "64x64", "--db", tuned.path).code == 1
 
 
@@ -290,6 +291,7 @@ def test_env_at_any_width(tuned, run, columns):
     done = run("env", "--db", tuned.path, columns=columns)
     assert done.code == 0 and fits(done.out, columns)
     assert "1 plan, 1 problem measured" in done.out and "fake_good" in done.out
+    assert "moe kernels" in done.out and "cpu_moe" in done.out
 
 
 @pytest.mark.parametrize("state", ["ok", "missing", "corrupt", "foreign"])
@@ -308,3 +310,4 @@ def test_env_tells_the_state_of_the_database(run, tmp_path, state):
     assert report["database"]["state"] == state
     assert report["devices"]["cpu"]["kind"] == "cpu"
     assert report["versions"]["torch"]
+    assert "cpu_blocked" in report["kernels"]["gemm"] and "cpu_grouped" in report["kernels"]["grouped_gemm"]
