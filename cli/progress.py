@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
@@ -76,8 +77,7 @@ class Display:
             case TuningStarted():
                 self.console.print(f"device    {device_words(event.device)}")
                 self.console.print(f"database  {event.database}", soft_wrap=True)
-                ms = f"{len(event.ms)} M from {event.ms[0]} to {event.ms[-1]}"
-                self.console.print(f"tuning    {plural(len(event.problems), 'problem')} at {ms}")
+                self.console.print(f"tuning    {plural(len(event.problems), 'problem')} at {_ms_words(event.ms)}")
             case CeilingsMeasured():
                 self.console.print(
                     f"ceilings  copy {event.copy_gbps:,.0f} GB/s, bf16 product {event.bf16_tflops:,.3g} TFLOP/s"
@@ -196,6 +196,10 @@ def no_winner(event: ProblemFinished) -> str:
     if not event.failures and event.unexplored:
         return f"{plural(event.unexplored, 'candidate')} not tried"
     return counts(event.failures) or "no kernel can run it"
+
+
+def _ms_words(ms: Sequence[int]) -> str:
+    return f"M = {ms[0]}" if len(ms) == 1 else f"{len(ms)} values of M, {ms[0]} to {ms[-1]}"
 
 
 def _against(at: Standing) -> str:

@@ -70,6 +70,7 @@ def test_lines_for_files():
         shown(event)
     text = shown.console.file.getvalue()
     assert "database  x.db" in text
+    assert "1 problem at 2 values of M, 1 to 64" in text
     assert "copy 4,100 GB/s, bf16 product 701 TFLOP/s" in text
     assert "note: something to know" in text
     assert "[1/1] gemm 4096x2048 bf16: 9 candidates, 2 measured by an earlier run, 1 min 00 s for it" in text
