@@ -60,10 +60,11 @@ def describe(device: torch.device | str) -> Device:
     if device.type != "cuda":
         raise NoDevice(message("this kind of device has no kernels", got=str(device), expected="cpu or cuda"))
     if not torch.cuda.is_available():
+        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
         raise NoDevice(
             message(
                 "no CUDA device can be used here",
-                got=f"torch {torch.__version__}, built for CUDA {torch.version.cuda}",
+                got=f"torch {torch.__version__}, built for {built_for}",
                 do="check the driver (nvidia-smi) and that torch is a CUDA build",
             )
         )

@@ -44,6 +44,14 @@ def test_cuda_without_a_gpu():
         describe("cuda")
 
 
+@pytest.mark.parametrize(("version", "words"), [(None, "built for CPUs only"), ("13.0", "built for CUDA 13.0")])
+def test_without_a_gpu_the_message_says_what_torch_was_built_for(monkeypatch, version, words):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", version)
+    with pytest.raises(NoDevice, match=words):
+        describe("cuda")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_cuda():
