@@ -20,12 +20,12 @@ __all__ = ["check_schema", "connect_reader", "connect_writer", "default_path", "
 BUSY_TIMEOUT_S = 5.0
 
 _DO = {
-    "missing": "run `nvfp4 tune`, or name another file in NVFP4_DB",
+    "missing": "run `nvfp4 tune`, or name another file (--db or NVFP4_DB)",
     "corrupt": "`nvfp4 tune` moves it aside and starts a fresh one",
-    "newer": "update nvfp4, or name another file in NVFP4_DB",
-    "foreign": "name another file in NVFP4_DB",
-    "readonly": "give this user write permission on the file and its folder, or name another file in NVFP4_DB",
-    "unreadable": "give this user read permission, or name another file in NVFP4_DB",
+    "newer": "update nvfp4, or name another file (--db or NVFP4_DB)",
+    "foreign": "name another file (--db or NVFP4_DB)",
+    "readonly": "give this user write permission on the file and its folder, or name another file (--db or NVFP4_DB)",
+    "unreadable": "give this user read permission, or name another file (--db or NVFP4_DB)",
     "locked": "wait until the other process is done",
     "full": "free some space on that disk, then run it again: what was saved before is kept",
     "io": "check the file and the disk that it is on",
@@ -97,9 +97,9 @@ def inspect_file(path: Path) -> bytes:
     """
     try:
         if path.is_dir():
-            raise failure(path, "corrupt", "it is a folder, not a file", do="name a file in NVFP4_DB")
+            raise failure(path, "corrupt", "it is a folder, not a file", do="name a file (--db or NVFP4_DB)")
         if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for a writer
-            raise failure(path, "foreign", "it is no regular file", do="name a file in NVFP4_DB")
+            raise failure(path, "foreign", "it is no regular file", do="name a file (--db or NVFP4_DB)")
         size = path.stat().st_size
         with path.open("rb") as file:
             header = file.read(100)
