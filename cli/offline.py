@@ -14,6 +14,7 @@ import rich_click as click
 
 from ..cache.records import Plan
 from ..cache.store import Store
+from ..dispatch.checkpoint.files import listed
 from ..dispatch.offline import TYPICAL, Built, Candidate, Wanted, build_all, capability_of
 from ..errors import DatabaseError, InvalidInput, Nvfp4Error, message
 from ..kernels.build import BuildPool
@@ -72,7 +73,7 @@ def build_offline(
     Raises
     ------
     InvalidInput
-        An unknown architecture, or TRITON_INTERPRET is set.
+        An unknown architecture, TRITON_INTERPRET is set, or the folder holds something else than kernels.
     BuildError
         The compiler here does not know it.
     DatabaseError
@@ -170,10 +171,19 @@ def _programs_in(output: Path | None) -> Iterator[Path]:
         folder = program_cache.folder()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            others = program_cache.foreign(folder) if output is not None else []
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
             raise _unwritable(folder, error.strerror or str(error)) from error
+        if others:  # everyone may read the folder afterwards
+            raise InvalidInput(
+                message(
+                    f"--output {folder} holds something else than kernels",
+                    got=listed(others),
+                    expected="a new folder, an empty one, or one that this command filled",
+                )
+            )
         yield folder
     finally:
         if output is not None:

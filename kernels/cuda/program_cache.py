@@ -16,10 +16,11 @@ from typing import Any
 
 from ...errors import message
 
-__all__ = ["Counts", "counts", "folder", "load", "open_to_all", "save"]
+__all__ = ["Counts", "counts", "folder", "foreign", "load", "open_to_all", "save"]
 
 MAX_BYTES = 1 << 30  # programs that were not read for the longest time go first
 DIGEST_BYTES = 32
+OWN = ("entries", "tmp")  # all that is ever in the folder
 
 _lock = threading.Lock()
 _open: dict[Path, Any] = {}  # FileStreamProgramCache, or None for a folder that cannot be used
@@ -98,15 +99,25 @@ def save(key: str, value: bytes) -> None:
     _count(saved=1)
 
 
+def foreign(path: Path) -> list[str]:
+    """Names in a folder that are none of the programs'; sorted."""
+    return sorted({entry.name for entry in path.iterdir()}.difference(OWN))
+
+
 def open_to_all(path: Path) -> None:
     """Let every user read the programs of a folder that will be shipped; only its owner may write.
 
-    Programs are written for their owner alone, and a folder that a process may not list is of no use to it.
+    Programs are written for their owner alone, and a folder that a process may not list is of no use to it. What else
+    is there stays as it is.
     """
-    for parent, _, names in os.walk(path):
-        os.chmod(parent, 0o755)
-        for name in names:
-            os.chmod(os.path.join(parent, name), 0o644)
+    os.chmod(path, 0o755)
+    for own in OWN:
+        for parent, _, names in os.walk(path / own):
+            os.chmod(parent, 0o755)
+            for name in names:
+                file = os.path.join(parent, name)
+                if not os.path.islink(file):
+                    os.chmod(file, 0o644)
 
 
 def _programs() -> Any | None:

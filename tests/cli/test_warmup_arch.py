@@ -11,6 +11,7 @@ from nvfp4.cache.records import Environment, Interval, LayoutPlan, Plan
 from nvfp4.cache.store import Store
 from nvfp4.dispatch.offline import TYPICAL
 from nvfp4.dispatch.segments import decide
+from nvfp4.kernels.cuda import program_cache
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.kernels.triton_launch import interpreting
 
@@ -154,6 +155,31 @@ def test_a_folder_that_cannot_be_written(run, tmp_path):
     done = run("warmup", "--arch", "sm_90a", "--shape", "64,64", "--output", tmp_path / "file" / "kernels")
     assert done.code == 1
     assert "kernels cannot be kept in" in done.err and "Not a directory" in done.err and "--output" in done.err
+
+
+def test_a_folder_with_something_else_is_left_as_it_is(run, tmp_path):
+    folder = tmp_path / "home"
+    (folder / "bin").mkdir(parents=True, mode=0o700)
+    secret = folder / "key"
+    secret.write_text("x")
+    secret.chmod(0o600)
+    folder.chmod(0o700)
+    done = run("warmup", "--arch", "sm_90a", "--shape", "64,64", "--output", folder)
+    assert done.code == 2
+    assert f"--output {folder} holds something else than kernels; got bin, key; expected a new folder" in done.err
+    assert [path.stat().st_mode & 0o777 for path in (folder, folder / "bin", secret)] == [0o700, 0o700, 0o600]
+
+
+def test_only_programs_are_opened_to_all(tmp_path):
+    folder, outside = tmp_path / "kernels", tmp_path / "outside"
+    program, other = folder / "entries" / "0f" / "program", folder / "other"
+    program.parent.mkdir(parents=True)
+    for path in (program, other, outside):
+        path.write_text("x")
+        path.chmod(0o600)
+    (folder / "entries" / "link").symlink_to(outside)
+    program_cache.open_to_all(folder)
+    assert [path.stat().st_mode & 0o777 for path in (folder, program, other, outside)] == [0o755, 0o644, 0o600, 0o600]
 
 
 def test_a_program_that_cannot_be_saved_is_an_error(run, tmp_path):
