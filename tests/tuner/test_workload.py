@@ -1,4 +1,5 @@
 import json
+import re
 import warnings
 
 import pytest
@@ -54,6 +55,11 @@ def test_an_ambiguous_prefix_lists_what_it_fits():
 def test_a_model_whose_dense_layers_are_unknown_says_so():
     with pytest.raises(InvalidInput, match=r"dense layers of Qwen3\.8-2400B are unknown"):
         problems_of_model("Qwen3.8-2400B")
+
+
+def test_model_names_can_be_typed_and_are_unique():
+    assert all(re.fullmatch(r"[A-Za-z0-9.-]+", name) for name in model_names())
+    assert len({name.lower() for name in model_names()}) == len(model_names())
 
 
 def test_every_model_gives_valid_problems():
