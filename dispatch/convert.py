@@ -1,4 +1,4 @@
-"""`nvfp4.convert_`: put NVFP4 linear layers into a model, quantised here or read from a checkpoint."""
+"""`nvfp4.convert_`: put NVFP4 linear layers and experts into a model, quantised here or read from a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .checkpoint.files import listed
 from .checkpoint.modules import IGNORED, LinearInfo
 from .checkpoint.names import aliases, expert_of, split
 from .checks import DTYPE_NAMES
-from .nn import Linear
+from .convert_experts import Converted, convert_experts_
+from .nn import FusedMoE, Linear
 
 __all__ = ["convert_"]
 
@@ -31,13 +32,19 @@ def convert_(
     checkpoint: Checkpoint | str | Path | None = None,
     layout: str | None = None,
     keep_checkpoint: bool = False,
+    fuse_experts: bool = True,
     device: torch.device | str | None = None,
 ) -> nn.Module:
-    """Replace linear layers of a model, in place, by `nvfp4.nn.Linear`.
+    """Replace linear layers of a model, in place, by `nvfp4.nn.Linear`, and experts by `nvfp4.nn.FusedMoE`.
 
     Without a checkpoint the weights that are there are quantised. With one, the layers that it holds in NVFP4 are
     replaced and read, one at a time, and every other parameter and buffer is read too, so that the model may be on the
     meta device. Activations are never quantised, whatever the checkpoint was made for.
+
+    Experts are replaced where their own code, called with small numbers, computes what `nvfp4.moe` does: modules with
+    3-D parameters (transformers 5), called with x, ids and router weights; and blocks of a softmax router `gate` and
+    linear `experts`, without anything beside them (Mixtral and Qwen3-MoE of transformers 4). Other experts that are
+    linear layers become `nvfp4.nn.Linear` one by one.
 
     Parameters
     ----------
@@ -45,9 +52,9 @@ def convert_(
         Any model with `torch.nn.Linear` layers; for a checkpoint, one whose modules are called as the tensors are, as
         in transformers.
     filter_fn
-        (module, name) -> whether to replace this linear layer. By default all that can be, except (without a
-        checkpoint) heads and routers: lm_head, gate, router and the like. With a checkpoint it only says which NVFP4
-        layers become `nvfp4.nn.Linear`; one that is refused raises, since its dense weight is not there.
+        (module, name) -> whether to replace this linear layer, or this module of 3-D experts. By default all that can
+        be, except (without a checkpoint) heads and routers: lm_head, gate, router and the like. With a checkpoint it
+        only says which NVFP4 layers are replaced; one that is refused raises, since its dense weight is not there.
     checkpoint
         A folder, or what `open_checkpoint` returned.
     layout
@@ -55,6 +62,8 @@ def convert_(
         fragment layout.
     keep_checkpoint
         As for `nvfp4.nn.Linear`: whether to keep the stored tensors beside another layout.
+    fuse_experts
+        Whether experts that are linear layers become one module where that can be done.
     device
         Where what is on the meta device goes; by default the CPU. What has memory stays where it is.
 
@@ -67,13 +76,14 @@ def convert_(
     InvalidInput
         A layer cannot be quantised; tensors are missing, left over, misshaped or NaN; the message names them.
     Unsupported
-        The checkpoint has layers in other formats, or experts as 3-D tensors.
+        The checkpoint has layers in other formats, or experts as 3-D tensors and the model no such module for them.
     """
     if isinstance(model, nn.Linear):
         raise InvalidInput(
             message("convert_ replaces layers inside a model", got="a Linear", do="use nvfp4.nn.Linear.from_linear")
         )
     if checkpoint is None:
+        convert_experts_(model, filter_fn, None, fuse_linears=fuse_experts, device=device)
         for module, owners in _linears(model).items():
             first = next(iter(owners))
             if filter_fn(module, first) if filter_fn else all(_worth_it(module, name) for name in owners):
@@ -81,7 +91,8 @@ def convert_(
         return model
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     _refuse_unreadable(source)
-    used: set[str] = set()
+    experts = convert_experts_(model, filter_fn, source, fuse_linears=fuse_experts, device=device)
+    used = set(experts.linears)
     for module, owners in _linears(model).items():
         found = {name: info for name in owners if (info := _find(source, name)) is not None}
         if not found:
@@ -101,7 +112,7 @@ def convert_(
         _read_linear(source, info, made)
         _replace(owners, made.train(module.training))
         used.update(info.name for info in found.values())
-    _refuse_unused(source, used)
+    _refuse_unused(source, used, experts)
     _read_dense(model, source, device)
     return model
 
@@ -173,12 +184,21 @@ def _refuse_unreadable(source: Checkpoint) -> None:
         raise Unsupported(
             message(f"{source.path} has layers in other formats", got=f"{algos}: {listed(foreign)}", expected="NVFP4")
         )
-    stacked = [name for name in source.fused_experts if not source.is_extra(name)]
+
+
+def _refuse_unused(source: Checkpoint, used: set[str], experts: Converted) -> None:
+    why = "".join(f"; {name}: {reason}" for name, reason in list(experts.reasons.items())[:1])
+    load = "replace its experts yourself: nvfp4.nn.FusedMoE.from_checkpoint reads them"
+    stacked = [name for name in source.fused_experts if name not in experts.stacks and not source.is_extra(name)]
     if stacked:
-        raise Unsupported(message(f"{source.path} has experts as 3-D tensors", got=listed(stacked), expected="linears"))
-
-
-def _refuse_unused(source: Checkpoint, used: set[str]) -> None:
+        raise Unsupported(
+            message(
+                f"{source.path} has experts as 3-D tensors, for which the model has no module that can be replaced",
+                got=listed(stacked) + why,
+                expected="modules called so, with 3-D parameters",
+                do=load,
+            )
+        )
     names = {*source.linears} | {
         info.name for by_number in source.experts.values() for roles in by_number.values() for info in roles.values()
     }
@@ -187,15 +207,17 @@ def _refuse_unused(source: Checkpoint, used: set[str]) -> None:
         raise InvalidInput(
             message(
                 "the model has no Linear for some NVFP4 layers of the checkpoint",
-                got=listed(unused),
+                got=listed(unused) + why,
                 expected="one called as each of them",
-                do="build the model that the checkpoint is of; experts must be Linear modules",
+                do=f"build the model that the checkpoint is of, or {load}"
+                if why
+                else "build the model that the checkpoint is of; experts must be Linear modules, or 3-D parameters",
             )
         )
 
 
 def _read_dense(model: nn.Module, source: Checkpoint, device: torch.device | str | None) -> None:
-    """Read all parameters and buffers that are not of an `nvfp4.nn.Linear`."""
+    """Read all parameters and buffers that are not of an `nvfp4.nn.Linear` or `FusedMoE`."""
     wanted = dict(_tensors(model))
     stored = {name: name for name in source.dense if split(name)[1] not in IGNORED}
     done: dict[int, Tensor] = {}  # by identity of the old tensor: tied ones stay tied
@@ -229,7 +251,9 @@ def _read_dense(model: nn.Module, source: Checkpoint, device: torch.device | str
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     inside = tuple(
-        f"{name}." for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Linear)
+        f"{name}."
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, Linear | FusedMoE)
     )
     for name, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
         if not name.startswith(inside):

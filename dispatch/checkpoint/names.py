@@ -30,6 +30,9 @@ FUSED = {
 # Multimodal models spell the language model's prefix in three ways.
 PREFIXES = ("model.language_model.", "language_model.model.", "model.")
 HEAD = "lm_head"
+# The block of a router and experts, which some models call otherwise than their checkpoints do.
+BLOCK = re.compile(r"\.(mlp|block_sparse_moe)\.(?=(?:experts|gate|e_score_correction_bias)\b)")
+OTHER_BLOCK = {"mlp": "block_sparse_moe", "block_sparse_moe": "mlp"}
 
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)")
 LINEAR = re.compile(r"(?:\w*proj(?:_\w+)?|lm_head|w[123]|fc[12])")
@@ -48,8 +51,13 @@ def aliases(name: str) -> tuple[str, ...]:
     for prefix in PREFIXES:
         if name.startswith(prefix):
             rest = name.removeprefix(prefix)
-            return tuple(dict.fromkeys((name, *(other + rest for other in PREFIXES))))
-    return (name,)
+            names = tuple(dict.fromkeys((name, *(other + rest for other in PREFIXES))))
+            break
+    else:
+        names = (name,)
+    if BLOCK.search(name) is None:
+        return names
+    return (*names, *(BLOCK.sub(lambda found: f".{OTHER_BLOCK[found[1]]}.", one) for one in names))
 
 
 def fused_parts(name: str) -> tuple[str, ...]:
