@@ -1,5 +1,7 @@
 """`nvfp4.convert_` on models with experts: 3-D parameters, blocks of linear layers, and what is left alone."""
 
+from pathlib import Path
+
 import nvfp4
 import pytest
 import torch
@@ -8,9 +10,11 @@ from nvfp4.dispatch.convert_experts import FusedBlock
 from nvfp4.dispatch.moe_probe import probe_block, probe_stacked
 from nvfp4.errors import InvalidInput, Unsupported
 from nvfp4.testing.checkpoints import as_compressed_tensors, modelopt, write_checkpoint
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import gelu, linear, silu, softmax
 
+DATA = Path(__file__).parent / "checkpoint" / "data"
 EXPERTS, HIDDEN, INTER, TOP_K = 4, 64, 32, 2
 QWEN, MIXTRAL = ("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2")
 pytestmark = pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning")
@@ -451,6 +455,38 @@ def test_models_of_transformers(family, options):
         w13, w2 = torch.stack((w13[:, :INTER], w13[:, INTER:]), 2).flatten(1, 2).transpose(1, 2), w2.transpose(1, 2)
     experts.gate_up_proj.data.copy_(w13)
     experts.down_proj.data.copy_(w2)
+    with torch.inference_mode():
+        tokens = torch.arange(10)[None]
+        assert_alike(model(tokens).logits, twin(tokens).logits)
+
+
+def test_an_exported_checkpoint_fills_a_model_of_transformers():
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    config = transformers.AutoConfig.from_pretrained(DATA / "modelopt-moe")
+    del config.quantization_config
+    model, twin = (transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval() for _ in range(2))
+    nvfp4.convert_(model, checkpoint=DATA / "modelopt-moe")
+    name = "model.layers.0.mlp.experts"
+    assert fused(model) == [name]
+    stored, state = load_file(DATA / "modelopt-moe" / "model.safetensors"), model.state_dict()
+    assert set(state) == {key for key in stored if not key.endswith("input_scale")}
+    assert all(
+        torch.equal(t.reshape(-1).view(torch.uint8), stored[key].reshape(-1).view(torch.uint8))
+        for key, t in state.items()
+    )
+    twin.load_state_dict({key: t for key, t in state.items() if "proj" not in key}, strict=False)
+
+    def exact(layer):
+        return nvfp4.dequantize(*(stored[f"{layer}.{leaf}"] for leaf in ("weight", "weight_scale", "weight_scale_2")))
+
+    for layer, module in model.named_modules():
+        if isinstance(module, nvfp4.nn.Linear):
+            twin.get_submodule(layer).weight.data.copy_(exact(layer))
+    experts = twin.get_submodule(name)
+    for e in range(config.num_experts):
+        gate, up, down = (exact(f"{name}.{e}.{role}") for role in QWEN)
+        experts.gate_up_proj.data[e].copy_(torch.cat((gate, up)))
+        experts.down_proj.data[e].copy_(down)
     with torch.inference_mode():
         tokens = torch.arange(10)[None]
         assert_alike(model(tokens).logits, twin(tokens).logits)
