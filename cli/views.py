@@ -166,7 +166,10 @@ def show_why(console: Console, found: Why) -> None:
     if len(found.candidates) > SHOWN_FATES:
         console.print(f"{len(found.candidates) - SHOWN_FATES} more; --json has all")
     for fate in found.candidates[:1]:
-        made = Grid(">M", "outcome", ">µs", ">winner µs", ">slower", "~winner", title="The first of them at every M")
+        if not fate.at:
+            continue
+        console.print(f"{config_words(fate.config)} at every M")
+        made = Grid(">M", "outcome", ">µs", ">winner µs", ">slower", "~winner")
         for at in fate.at:
             made.row(
                 str(at.m),

@@ -97,6 +97,15 @@ def test_why_a_kernel_was_not_chosen(tuned, run, columns):
     assert "distrusted" in done.out and "what=zeros" in done.out and "wrong at M" in " ".join(done.out.split())
 
 
+def test_why_shows_every_m_of_the_config_it_names_and_no_empty_table(tuned, run):
+    done = run(
+        "inspect", "40x64", "--why", "fake_good", "--config", '{"delay_us": 3000, "small_m": false}', "--db", tuned.path
+    )
+    assert "delay_us=3000 small_m=False at every M\n" in done.out and "winner µs" in done.out
+    done = run("inspect", "40x64", "--why", "fake_good", "--config", '{"delay_us": 1}', "--db", tuned.path)
+    assert "not in the space" in done.out and "every M" not in done.out and "winner µs" not in done.out
+
+
 def test_why_as_json_for_one_config(tuned, run):
     arguments = ("--why", "fake_good", "--config", '{"delay_us": 3000, "small_m": false}', "--json")
     answer = msgspec.json.decode(run("inspect", "40x64", *arguments, "--db", tuned.path).out, type=Why)
