@@ -133,8 +133,8 @@ def probe_block(block: nn.Module) -> Block | None:
     found = _match(experts[0], len(names) == 3, lambda act: _reference(x, w13, w2, b13, b2, one, whole, act), alone)
     if found is None:
         return None
-    logits_weight = torch.randn(len(experts), HIDDEN, generator=_generator(), dtype=torch.float64)
-    logits_bias = torch.linspace(-1, 1, len(experts), dtype=torch.float64)
+    logits_weight = torch.randn(len(experts), HIDDEN, generator=_generator(), dtype=torch.float64, device="cpu")
+    logits_bias = torch.linspace(-1, 1, len(experts), dtype=torch.float64, device="cpu")
     router_clone = _linear(logits_weight, logits_bias, gate.bias is not None)
     clone = _clone(block, {}, {"gate": router_clone, "experts": nn.ModuleList(clones)})
     small = x / x.norm(dim=1, keepdim=True)  # logits that leave more than one expert a weight
@@ -182,14 +182,14 @@ def _owners(module: nn.Module, known: tuple[str, ...]) -> list[str]:
 
 
 def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+    return torch.Generator("cpu").manual_seed(0)
 
 
 def _tiny(count: int, parts: int, bias: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = _generator()
 
     def values(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=g, dtype=torch.float64)
+        return torch.randn(shape, generator=g, dtype=torch.float64, device="cpu")
 
     scale = float(bias)
     return (
@@ -203,9 +203,11 @@ def _tiny(count: int, parts: int, bias: bool) -> tuple[Tensor, Tensor, Tensor, T
 def _calls(count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Tokens of every magnitude, so that limits show; ids; router weights."""
     g = _generator()
-    x = torch.randn(TOKENS, HIDDEN, generator=g, dtype=torch.float64) * torch.logspace(-2, 4, TOKENS).double()[:, None]
-    ids = torch.stack([torch.randperm(count, generator=g)[:2] for _ in range(TOKENS)])
-    return x, ids, torch.rand(ids.shape, generator=g, dtype=torch.float64) + 0.1
+    cpu: Any = {"generator": g, "device": "cpu"}  # whatever the default device is
+    magnitudes = torch.logspace(-2, 4, TOKENS, dtype=torch.float64, device="cpu")
+    x = torch.randn(TOKENS, HIDDEN, dtype=torch.float64, **cpu) * magnitudes[:, None]
+    ids = torch.stack([torch.randperm(count, **cpu)[:2] for _ in range(TOKENS)])
+    return x, ids, torch.rand(ids.shape, dtype=torch.float64, **cpu) + 0.1
 
 
 def _linear(weight: Tensor, bias: Tensor, has_bias: bool) -> nn.Linear:

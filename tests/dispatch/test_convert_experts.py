@@ -417,6 +417,13 @@ def test_a_filter_sees_modules_of_3d_experts(tmp_path):
         nvfp4.convert_(model, lambda module, name: False, checkpoint=open_checkpoint(path))
 
 
+def test_the_default_device_does_not_matter():
+    with torch.device("meta"):
+        stacked, block = Stacked(), ListBlock()
+        assert probe_stacked(stacked).activation == "swiglu"
+        assert probe_block(block).top_k == TOP_K
+
+
 def test_probing_leaves_a_block_as_it_is():
     block = ListBlock()
     before = {name: tensor.clone() for name, tensor in block.state_dict().items()}
