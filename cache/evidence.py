@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..kernels.kernel import Kernel, implementation_hash
 from ..kernels.problem import Device, Problem
 from .fingerprint import is_current
 from .records import BASELINE, TIMING, Measurement
+from .routings import combine
 
 __all__ = ["Candidate", "Evidence", "Timed", "gather", "implementations"]
+
+# By candidate and M, then by protocol, then by routing.
+_Newest: TypeAlias = dict[tuple["Candidate", int], dict[str, dict[str, Measurement]]]
 
 TRUST_LOST = ("wrong", "nan")  # at any M: a kernel that computed garbage once is planned nowhere
 
@@ -27,7 +31,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed:
-    """The time of a candidate at one M: its newest "final" row, else its newest "screen" row."""
+    """The time of a candidate at one M: its newest "final" row, else its newest "screen" row.
+
+    Of ops with experts: the newest of every routing, and `routings.combine` of them.
+    """
 
     candidate: Candidate
     m: int
@@ -36,6 +43,7 @@ class Timed:
     p80_us: float | None
     protocol: str
     is_default: bool  # the config is its kernel's default at this M
+    by_routing_us: Mapping[str, float] = field(default_factory=dict)  # of ops with experts, whose mean p50_us is
 
     @property
     def rank(self) -> tuple[bool, float, bool, str, str]:
@@ -111,7 +119,7 @@ def gather(
     evidence = Evidence(device=device, problem=problem, kernels=kernels)
     usable = _usable_kernels(device, problem, kernels, allow_nondeterministic)
     seen: dict[tuple[str, str], Candidate | None] = {}
-    newest: dict[tuple[Candidate, int], dict[str, Measurement]] = {}
+    newest: _Newest = {}
     for row in measurements:
         if row.device != device or row.problem != problem or row.layout != usable.get(row.kernel):
             continue
@@ -129,7 +137,7 @@ def gather(
         else:
             evidence.failures.get(candidate, {}).pop(row.m, None)
             if is_current(row, known, timing=timing):
-                newest.setdefault((candidate, row.m), {})[row.protocol] = row
+                newest.setdefault((candidate, row.m), {}).setdefault(row.protocol, {})[row.routing] = row
     _rank(evidence, newest)
     return evidence
 
@@ -148,6 +156,17 @@ def _usable_kernels(
     }
 
 
+def _decisive(
+    problem: Problem, by_protocol: Mapping[str, Mapping[str, Measurement]]
+) -> tuple[Measurement | None, Mapping[str, Measurement]]:
+    """The row that counts, a final where there is one, and what it was made from."""
+    for protocol in ("final", "screen"):
+        rows = by_protocol.get(protocol, {})
+        if (row := combine(problem, rows)) is not None:
+            return row, rows
+    return None, {}
+
+
 def _candidate(evidence: Evidence, row: Measurement) -> Candidate | None:
     config = evidence.kernels[row.kernel].parse_config(evidence.device, evidence.problem, row.config)
     if config is None:
@@ -157,11 +176,11 @@ def _candidate(evidence: Evidence, row: Measurement) -> Candidate | None:
     return candidate
 
 
-def _rank(evidence: Evidence, newest: Mapping[tuple[Candidate, int], Mapping[str, Measurement]]) -> None:
+def _rank(evidence: Evidence, newest: _Newest) -> None:
     found: dict[tuple[str, int], list[Timed]] = {}
     defaults: dict[tuple[str, int], Any] = {}
-    for (candidate, m), rows in newest.items():
-        row = rows.get("final") or rows.get("screen")
+    for (candidate, m), by_protocol in newest.items():
+        row, rows = _decisive(evidence.problem, by_protocol)
         if row is None or row.p50_us is None or candidate in evidence.distrusted:
             continue
         if m in evidence.failures.get(candidate, {}) or not evidence.is_valid(candidate, m):
@@ -177,6 +196,7 @@ def _rank(evidence: Evidence, newest: Mapping[tuple[Candidate, int], Mapping[str
             p80_us=row.p80_us,
             protocol=row.protocol,
             is_default=defaults[kernel.name, m] == evidence.configs[candidate],
+            by_routing_us={name: one.p50_us for name, one in rows.items() if name and one.p50_us is not None},
         )
         found.setdefault((candidate.layout, m), []).append(timed)
     evidence.times = {key: tuple(sorted(entries, key=lambda timed: timed.rank)) for key, entries in found.items()}

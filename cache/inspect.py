@@ -58,6 +58,9 @@ class AnchorReport(msgspec.Struct, frozen=True, kw_only=True):
     over_bf16: float | None  # bf16_us / p50_us: above 1 is faster than bf16
     over_default: float | None
     of_roofline: float | None  # roofline_us / p50_us: 1 is the limit
+    by_routing_us: dict[str, float]  # of ops with experts, whose geometric mean p50_us is
+    worst_routing: str  # where it is furthest behind the fastest candidate of any layout at that routing; "" without
+    worst: float | None  # its time there over that candidate's, minus 1
 
 
 class ProblemReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -180,6 +183,7 @@ def _anchor(
     default = untuned(evidence, m)
     bf16 = baseline_us(rows, m, best.protocol)
     roofline = roofline_us(evidence.problem, m, limits) if limits else None
+    worst_routing, worst = _worst(evidence, best)
     return AnchorReport(
         layout=layout,
         m=m,
@@ -197,7 +201,26 @@ def _anchor(
         over_bf16=_ratio(bf16, best.p50_us),
         over_default=_ratio(default.p50_us if default else None, best.p50_us),
         of_roofline=_ratio(roofline, best.p50_us),
+        by_routing_us=dict(best.by_routing_us),
+        worst_routing=worst_routing,
+        worst=worst,
     )
+
+
+def _worst(evidence: Evidence, timed: Timed) -> tuple[str, float | None]:
+    """The routing at which a candidate is furthest behind the fastest one there, and how far."""
+    if not timed.by_routing_us:
+        return "", None
+    others = [
+        other
+        for (_, m), ranked in evidence.times.items()
+        for other in ranked
+        if m == timed.m and other.protocol == timed.protocol
+    ]
+    behind = {
+        name: us / min(other.by_routing_us[name] for other in others) - 1 for name, us in timed.by_routing_us.items()
+    }
+    return max(behind.items(), key=lambda entry: entry[1])
 
 
 def _ratio(other_us: float | None, own_us: float) -> float | None:

@@ -13,6 +13,7 @@ from ..kernels.problem import Device, Problem
 __all__ = [
     "BASELINE",
     "PROTOCOLS",
+    "ROUTINGS",
     "STATUSES",
     "TIMING",
     "Environment",
@@ -27,6 +28,10 @@ STATUSES = ("ok", "wrong", "nan", "invalid", "build_error", "launch_error", "cra
 # screen: a few milliseconds of replays, one per config. final: interleaved with the incumbent, sustained clocks; what
 # decides. burst: after an idle pause, for reports.
 PROTOCOLS = ("screen", "final", "burst")
+
+# Which experts the tokens of a measurement went to, for ops with experts: tokens to all experts alike, to independent
+# ones, and to some far more often than to others (Zipf). docs/timing.md says how they are made.
+ROUTINGS = ("balanced", "random", "skewed")
 
 TIMING = "1"  # version of the timing protocol: rows of other versions are not compared
 
@@ -58,6 +63,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     m: int
     status: str  # one of STATUSES
     protocol: str = "screen"  # one of PROTOCOLS
+    routing: str = ""  # one of ROUTINGS for a time of an op with experts; "" for gemm and for failures
     p20_us: float | None = None
     p50_us: float | None = None
     p80_us: float | None = None

@@ -45,6 +45,7 @@ _COLUMNS = (
     "m",
     "status",
     "protocol",
+    "routing",
     "p20_us",
     "p50_us",
     "p80_us",
@@ -126,6 +127,13 @@ def insert_measurement(connection: sqlite3.Connection, names: Names, measurement
     return connection.execute(sql, values).rowcount == 1
 
 
+def _columns(connection: sqlite3.Connection) -> tuple[str, ...]:
+    """What to select for `_COLUMNS`: a database of version 1, which a reader leaves as it is, knows no routings."""
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    absent = {"routing"} if version < 2 else set()
+    return tuple("''" if name in absent else f"measurement.{name}" for name in _COLUMNS)
+
+
 def select_measurements(
     connection: sqlite3.Connection, device_id: int | None = None, problem_id: int | None = None
 ) -> Iterator[Measurement]:
@@ -135,7 +143,7 @@ def select_measurements(
         *(f"environment.{name}" for name in _ENVIRONMENT),
         *(f"problem.{name}" for name in _PROBLEM),
         *(f"candidate.{name}" for name in _CANDIDATE),
-        *(f"measurement.{name}" for name in _COLUMNS),
+        *_columns(connection),
         "measurement.recorded_at",
     ]
     where = "" if device_id is None else " WHERE measurement.device_id = ? AND measurement.problem_id = ?"

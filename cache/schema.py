@@ -10,14 +10,14 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING
 
-from .records import PROTOCOLS, STATUSES
+from .records import PROTOCOLS, ROUTINGS, STATUSES
 
 if TYPE_CHECKING:
     from sqlite_utils import Database, Migrations
 
 __all__ = ["APPLICATION_ID", "VERSION", "migrate"]
 
-VERSION = 1  # the number of migrations below
+VERSION = 2  # the number of migrations below
 APPLICATION_ID = 0x4E564634  # "NVF4" in the file's header
 
 
@@ -39,6 +39,7 @@ def _migrations() -> Migrations:
 
     migrations = Migrations("nvfp4")
     migrations()(first_tables)
+    migrations()(routings)
     return migrations
 
 
@@ -48,6 +49,15 @@ def first_tables(db: Database) -> None:
         db.execute(statement)
     db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
     db.execute("PRAGMA user_version = 1")
+
+
+def routings(db: Database) -> None:
+    """Version 2: which experts the tokens of a measurement went to. Rows of gemm, all there were, have no routing."""
+    names = _words(("", *ROUTINGS))
+    db.execute(f"ALTER TABLE measurement ADD COLUMN routing TEXT NOT NULL DEFAULT '' CHECK (routing IN ({names}))")
+    db.execute("DROP VIEW measurements")
+    db.execute(_MEASUREMENTS_WITH_ROUTING)
+    db.execute("PRAGMA user_version = 2")
 
 
 def _words(values: tuple[str, ...]) -> str:
@@ -210,3 +220,19 @@ _VIEWS = (
     WHERE plan.number IN (SELECT max(number) FROM plan GROUP BY device_id, problem_id)
     """,
 )
+
+_MEASUREMENTS_WITH_ROUTING = """
+    CREATE VIEW measurements AS
+    SELECT measurement.id, device.name AS device, problem.op, problem.n, problem.k, problem.dtype, problem.experts,
+        problem.top_k, problem.activation, measurement.m, candidate.kernel, candidate.config, candidate.layout,
+        candidate.implementation, measurement.status, measurement.protocol, measurement.routing,
+        measurement.p20_us, measurement.p50_us, measurement.p80_us, measurement.samples,
+        measurement.relative_error, measurement.clock_mhz,
+        environment.driver, environment.torch, environment.triton, environment.nvfp4, environment.timing,
+        datetime(measurement.recorded_at, 'unixepoch') AS recorded_at, measurement.detail, measurement.uuid
+    FROM measurement
+    JOIN device ON device.id = measurement.device_id
+    JOIN environment ON environment.id = measurement.environment_id
+    JOIN problem ON problem.id = measurement.problem_id
+    JOIN candidate ON candidate.id = measurement.candidate_id
+"""

@@ -15,7 +15,7 @@ from ..errors import DatabaseError, InvalidInput, message
 from ..kernels.problem import Device, Problem
 from . import rows
 from .files import connect_reader, connect_writer, default_path, explain, failure, set_aside, settle
-from .records import PROTOCOLS, STATUSES, Measurement, Plan
+from .records import PROTOCOLS, ROUTINGS, STATUSES, Measurement, Plan
 from .schema import migrate
 
 if TYPE_CHECKING:
@@ -228,6 +228,10 @@ def _check(measurement: Measurement) -> None:
     if measurement.protocol not in PROTOCOLS:
         raise InvalidInput(
             message("a measurement with an unknown protocol", got=measurement.protocol, expected=", ".join(PROTOCOLS))
+        )
+    if measurement.routing not in ("", *ROUTINGS):
+        raise InvalidInput(
+            message("a measurement with an unknown routing", got=measurement.routing, expected=", ".join(ROUTINGS))
         )
     if measurement.status == "ok" and not (measurement.p50_us is not None and 0 < measurement.p50_us < float("inf")):
         raise InvalidInput(

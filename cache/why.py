@@ -156,7 +156,11 @@ def _fate_at(evidence: Evidence, kernel: Kernel, config: object, rows: Sequence[
     )
     if mine is None:
         other = row.environment.timing != TIMING
-        reason = "timed by another version of the timing protocol" if other else "wrong elsewhere, or only a burst"
+        reason = (
+            "timed by another version of the timing protocol"
+            if other
+            else "wrong elsewhere, only a burst, or not timed with every routing"
+        )
         return FateAt(m=m, outcome="not comparable", p50_us=row.p50_us, reason=reason)
     best = ranked[0]
     name = f"{best.candidate.kernel} {best.candidate.config}"

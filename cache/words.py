@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["candidate_words", "config_words", "microseconds"]
+from ..kernels.problem import Problem
+
+__all__ = ["candidate_words", "config_words", "microseconds", "shape_words", "tune_command"]
 
 
 def config_words(text: str) -> str:
@@ -27,3 +29,17 @@ def microseconds(us: float | None) -> str:
     if us is None:
         return ""
     return f"{us:,.0f}" if us >= 1000 else f"{us:.0f}" if us >= 200 else f"{us:.1f}" if us >= 10 else f"{us:.2f}"
+
+
+def shape_words(problem: Problem) -> str:
+    """How the command line names a problem: "4096,14336", "experts=8,n=256,k=128" or "experts=8,top_k=2,hidden=…"."""
+    p = problem
+    if p.op == "moe":
+        return f"experts={p.experts},top_k={p.top_k},hidden={p.k},inter={p.n},activation={p.activation}"
+    return f"experts={p.experts},n={p.n},k={p.k}" if p.op == "grouped_gemm" else f"{p.n},{p.k}"
+
+
+def tune_command(problem: Problem) -> str:
+    """What tunes it."""
+    option = {"gemm": "--shape", "grouped_gemm": "--grouped", "moe": "--moe"}[problem.op]
+    return f"nvfp4 tune {option} {shape_words(problem)}"

@@ -1,0 +1,149 @@
+"""Ops with experts: a time per routing, one time out of them, and databases from before there were routings."""
+
+import sqlite3
+
+import pytest
+from nvfp4.cache import schema
+from nvfp4.cache.evidence import gather
+from nvfp4.cache.inspect import report
+from nvfp4.cache.plan import make_plan
+from nvfp4.cache.records import ROUTINGS
+from nvfp4.cache.routings import combine
+from nvfp4.cache.store import Store
+from nvfp4.errors import InvalidInput
+from nvfp4.kernels.problem import Problem
+
+MOE = Problem(op="moe", n=128, k=256, experts=8, top_k=2, activation="swiglu")
+
+
+@pytest.fixture
+def kernel(fake):
+    kernel = fake.Kernel("a")
+    kernel.op = "moe"
+    return kernel
+
+
+@pytest.fixture
+def timed(fake, kernel):
+    """Rows of one candidate at one M, one time for every routing that is named."""
+
+    def timed(m, *times_us, tile=16, protocol="final", routings=ROUTINGS):
+        return [
+            fake.measurement(kernel, m, us, problem=MOE, tile=tile, protocol=protocol, routing=routing)
+            for routing, us in zip(routings, times_us, strict=True)
+        ]
+
+    return timed
+
+
+def test_a_time_is_the_geometric_mean_over_routings(timed):
+    whole = combine(MOE, {row.routing: row for row in timed(8, 2.0, 4.0, 8.0)})
+    assert whole.p50_us == pytest.approx(4.0) and whole.routing == ""
+    assert combine(MOE, {row.routing: row for row in timed(8, 2.0, 4.0, routings=ROUTINGS[:2])}) is None
+
+
+def test_a_gemm_row_stands_for_itself(fake):
+    row = fake.measurement("a", 8, 2.0)
+    assert combine(fake.problem, {"": row}) is row
+
+
+def test_a_candidate_without_all_routings_has_no_time(fake, kernel, timed):
+    rows = [*timed(8, 1.0, 1.0, routings=ROUTINGS[:2]), *timed(8, 9.0, 9.0, 9.0, tile=32)]
+    evidence = gather(fake.device, MOE, rows, {"a": kernel})
+    (only,) = evidence.times["checkpoint", 8]
+    assert '"tile":32' in only.candidate.config
+    assert only.by_routing_us == {"balanced": 9.0, "random": 9.0, "skewed": 9.0}
+
+
+def test_the_newest_row_of_every_routing_counts(fake, kernel, timed):
+    rows = [*timed(8, 8.0, 8.0, 8.0), *timed(8, 1.0, routings=("random",))]
+    (only,) = gather(fake.device, MOE, rows, {"a": kernel}).times["checkpoint", 8]
+    assert only.p50_us == pytest.approx(4.0)
+
+
+def test_the_plan_takes_the_lowest_mean_and_the_report_shows_the_worst_routing(fake, kernel, timed, db):
+    rows = [*timed(8, 10.0, 10.0, 15.0, tile=32), *timed(8, 20.0, 20.0, 12.0, tile=64)]
+    plan = make_plan(fake.device, MOE, rows, kernels={"a": kernel}, environment=fake.environment)
+    (interval,) = plan.intervals()
+    assert '"tile":32' in interval.config and interval.expected_us == pytest.approx(1500 ** (1 / 3))
+    with Store.open(db) as store:
+        store.add(rows)
+        store.save_plan(plan)
+        (at,) = report(store, fake.device, MOE, {"a": kernel}).anchors
+    assert at.by_routing_us == {"balanced": 10.0, "random": 10.0, "skewed": 15.0}
+    assert (at.worst_routing, at.worst) == ("skewed", pytest.approx(0.25))
+
+
+def test_gemm_has_no_worst_routing(fake, db):
+    kernel = fake.Kernel("a")
+    with Store.open(db) as store:
+        store.add([fake.measurement(kernel, 8, 3.0, protocol="final")])
+        (at,) = report(store, fake.device, fake.problem, {"a": kernel}).anchors
+    assert (at.by_routing_us, at.worst_routing, at.worst) == ({}, "", None)
+
+
+def test_routings_are_stored_and_unknown_ones_refused(timed, fake, db, sql):
+    rows = timed(8, 1.0, 2.0, 3.0)
+    with Store.open(db) as store:
+        store.add(rows)
+        assert store.measurements(fake.device, MOE) == rows
+        with pytest.raises(InvalidInput, match="unknown routing"):
+            store.add(timed(8, 1.0, routings=("sideways",)))
+    assert sql("SELECT routing, p50_us FROM measurements") == [("balanced", 1.0), ("random", 2.0), ("skewed", 3.0)]
+    with pytest.raises(sqlite3.IntegrityError, match="CHECK"):
+        sql("INSERT INTO measurement SELECT 9, 'u', 1, 1, 1, 1, m, status, protocol, p20_us, p50_us, p80_us, samples,"
+            " relative_error, clock_mhz, detail, recorded_at, 'sideways' FROM measurement LIMIT 1")  # fmt: skip
+
+
+@pytest.fixture
+def first_version(db, fake, monkeypatch):
+    """A database as it was before there were routings, with one row."""
+    from nvfp4.cache import rows
+
+    row = fake.measurement("a", 8, 2.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "routings", lambda db: None)
+        patch.setattr(rows, "_COLUMNS", tuple(name for name in rows._COLUMNS if name != "routing"))
+        with Store.open(db) as store:
+            store.add([row])
+    connection = sqlite3.connect(db)
+    with connection:
+        connection.execute("DELETE FROM _sqlite_migrations WHERE name NOT LIKE 'first%'")
+    connection.close()
+    return row
+
+
+def test_an_old_database_is_read_as_it_is(first_version, fake, db, sql):
+    assert sql("PRAGMA user_version") == [(1,)]
+    before = db.read_bytes()
+    with Store.open(db, readonly=True) as store:
+        assert store.measurements(fake.device, fake.problem) == [first_version]
+        assert list(store.all_measurements()) == [first_version]
+    assert db.read_bytes() == before
+
+
+def test_an_old_database_is_converted_by_the_next_writer(first_version, timed, fake, db, sql):
+    with Store.open(db) as store:
+        store.add(timed(8, 1.0, 2.0, 3.0))
+        assert store.measurements(fake.device, fake.problem) == [first_version]
+        assert len(store.measurements(fake.device, MOE)) == 3
+    assert sql("PRAGMA user_version") == [(2,)]
+    assert sql("SELECT routing FROM measurements ORDER BY id") == [("",), ("balanced",), ("random",), ("skewed",)]
+
+
+def test_an_old_database_is_merged_into_a_new_one(first_version, fake, db, tmp_path):
+    with Store.open(tmp_path / "new.db") as store:
+        assert store.merge_from(db) == 1
+        assert store.measurements(fake.device, fake.problem) == [first_version]
+
+
+def test_the_mean_keeps_the_largest_error_and_the_fewest_samples(fake, kernel):
+    rows = {
+        name: fake.measurement(
+            kernel, 8, us, problem=MOE, routing=name, p20_us=us / 2, p80_us=us * 2, samples=n, relative_error=error
+        )
+        for name, us, n, error in zip(ROUTINGS, (1.0, 8.0, 27.0), (9, 3, 11), (1e-3, 3e-3, 2e-3), strict=True)
+    }
+    whole = combine(MOE, rows)
+    assert (whole.samples, whole.relative_error) == (3, 3e-3)
+    assert [whole.p20_us, whole.p50_us, whole.p80_us] == pytest.approx([3.0, 6.0, 12.0])
