@@ -1,0 +1,86 @@
+"""`nvfp4.nn.FusedMoE` on a GPU: moving there, ranks, and new weights under a captured CUDA graph."""
+
+import nvfp4
+import pytest
+import torch
+from nvfp4.kernels import reference
+from nvfp4.testing import assert_moe_close
+from nvfp4.testing.checkpoints import as_compressed_tensors, modelopt
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning"),
+]
+
+EXPERTS, HIDDEN, INTER, TOP_K, TOKENS = 8, 256, 128, 2, 16
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def untuned(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NVFP4_DB", str(tmp_path_factory.mktemp("no") / "tuning.db"))
+        yield
+
+
+def tensors(seed, ct=False):
+    found = {}
+    for e in range(EXPERTS):
+        for i, name in enumerate(NAMES):
+            n, k = (HIDDEN, INTER) if name == "down_proj" else (INTER, HIDDEN)
+            found |= modelopt(f"{e}.{name}", n, k, 1000 * seed + 10 * e + i, bias=True)
+    return as_compressed_tensors(found) if ct else found
+
+
+def calls():
+    g = torch.Generator().manual_seed(7)
+    x = torch.randn(TOKENS, HIDDEN, generator=g).bfloat16()
+    ids = torch.stack([torch.randperm(EXPERTS, generator=g)[:TOP_K] for _ in range(TOKENS)])
+    return [t.cuda() for t in (x, ids, torch.rand(TOKENS, TOP_K, generator=g))]
+
+
+def expected(made, x, ids, weights):
+    first, second = made.packed
+    return reference.moe(
+        x, first.data, first.scale, first.global_scale, second.data, second.scale, second.global_scale, ids, weights,
+        activation="swiglu", w13_bias=made.w13_bias, w2_bias=made.w2_bias, round_output=False,
+    )  # fmt: skip
+
+
+def check(made, call, y):
+    assert_moe_close(y, expected(made, *call), hidden=HIDDEN, inter=INTER, top_k=TOP_K, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("ct", [False, True])
+def test_a_captured_graph_runs_with_the_weights_that_are_loaded_later(ct):
+    made = nvfp4.nn.FusedMoE(EXPERTS, HIDDEN, INTER, bias=True, dialect="compressed-tensors" if ct else "modelopt")
+    made.load_state_dict(tensors(1, ct))
+    made, call = made.cuda(), calls()
+    with torch.inference_mode():
+        nvfp4.warmup(made.problem(TOP_K))
+        check(made, call, made(*call))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = made(*call)
+        graph.replay()
+        first = y.clone()
+        made.load_state_dict(tensors(2, ct))
+        graph.replay()
+        torch.cuda.synchronize()
+    check(made, call, y)
+    assert not torch.equal(y, first)
+
+
+def test_ranks_add_up():
+    whole = nvfp4.nn.FusedMoE(EXPERTS, HIDDEN, INTER, bias=True, device="cuda")
+    whole.load_state_dict(tensors(1))
+    call, total = calls(), 0
+    for part in (range(3), range(3, EXPERTS)):
+        made = nvfp4.nn.FusedMoE(EXPERTS, HIDDEN, INTER, bias=True, experts=part).cuda()
+        made.load_state_dict(tensors(1))
+        assert made.expert_map.is_cuda
+        with torch.inference_mode():
+            total = total + made(*call).double()
+    ref = expected(whole, *call)
+    assert float((total - ref).norm() / ref.norm()) < 2.0**-7
