@@ -56,7 +56,9 @@ def problems_of_checkpoint(path: Path, *, tp: int = 1, dtype: str | None = None,
     checkpoint = open_for_tuning(path)
     if _experts(checkpoint):
         warnings.warn(
-            f"{path}: its expert layers are left out, only dense linears (op gemm) are tuned", UserWarning, stacklevel=2
+            f"{path}: its expert layers are left out, only dense linears are taken; name them with --moe",
+            UserWarning,
+            stacklevel=2,
         )
     found = problems_of_linears(layers_of(checkpoint, fused=fused), tp=tp, dtype=dtype_of(checkpoint, dtype))
     return list(dict.fromkeys(found))

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from ..cache.records import Plan
 from ..cache.store import Store
+from ..cache.words import tune_command
 from ..dispatch.checkpoint import Checkpoint
 from ..dispatch.layout import choose_layout
 from ..dispatch.segments import Segment, decide
@@ -51,7 +52,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     planned_layers: int
     layers: int
     bytes: dict[str, int]  # of all these layers on one rank, by layout: "planned" takes each one's own
-    experts: dict[str, int]  # NVFP4 experts by module; the tuner does not measure them yet
+    experts: dict[str, int]  # NVFP4 experts by module; not compared with the database
     foreign: dict[str, str]  # layers in other formats
 
 
@@ -106,7 +107,7 @@ def _covered(
     else:
         kernels = _kernels(decision.segments)
         if not decision.tuned:
-            status, reason = "default", f"nothing was measured: `nvfp4 tune --shape {problem.n},{problem.k}`"
+            status, reason = "default", f"nothing was measured: `{tune_command(problem)}`"
         else:
             status = "partly" if decision.ignored else "plan"
             reason = "; ".join(decision.ignored)
@@ -171,7 +172,7 @@ def show_coverage(console: Console, found: Coverage) -> None:
     if extra:
         console.print(f"{plural(extra, 'layer')} of these are for multi-token prediction, or beyond the last layer")
     if found.experts:
-        console.print(f"{plural(len(found.experts), 'expert layer')} left out: the tuner takes dense ones only")
+        console.print(f"{plural(len(found.experts), 'expert layer')} left out: only dense layers are compared")
     if found.foreign:
         names = ", ".join(f"{name} ({algo})" for name, algo in list(found.foreign.items())[:SHOWN_FOREIGN])
         console.print(f"{plural(len(found.foreign), 'layer')} in other formats: {names}", soft_wrap=True)

@@ -10,13 +10,14 @@ from ..cache.inspect import Limits, report, summary
 from ..cache.layouts import layout_report
 from ..cache.store import Store
 from ..cache.why import why
+from ..cache.words import tune_command
 from ..errors import DatabaseError, InvalidInput, Nvfp4Error, message
 from ..kernels import registry
 from ..kernels.device import describe
 from ..kernels.kernel import Kernel
 from ..kernels.problem import DTYPES, OPS, Device, Problem
+from ..tuner.experts_workload import parse_problem
 from ..tuner.worker import Worker
-from ..tuner.workload import parse_shape
 from . import views
 from .checkpoint import open_for_tuning
 from .coverage import Coverage, coverage, show_coverage
@@ -75,12 +76,15 @@ def inspect(
 ) -> None:
     """Show the plans of the database; with a SHAPE such as 4096x14336, all about one problem.
 
+    Problems of experts are named as `nvfp4 tune` names them: --moe and --grouped.
+
     \b
     Examples:
       nvfp4 inspect
       nvfp4 inspect 4096x14336 --roofline measure
       nvfp4 inspect 4096x14336 --why two_pass
       nvfp4 inspect 4096x14336 --kernels
+      nvfp4 inspect experts=128,top_k=8,hidden=2048,inter=768
       nvfp4 inspect --layout
       nvfp4 inspect --layout 4096x14336 6144x4096
       nvfp4 inspect --json --device-name H200
@@ -107,8 +111,9 @@ def inspect(
         _refuse_without_shape(why_kernel=why_kernel, kernels=list_kernels, roofline=roofline)
     if config is not None and why_kernel is None:
         raise click.UsageError("--config is for --why KERNEL")
-    problem = parse_shape(shape, dtype=dtype or DTYPES[0]) if shape is not None else None
-    known = {kernel.name: kernel for kernel in registry.kernels(problem.op if problem else "gemm")}
+    problem = parse_problem(shape, dtype=dtype or DTYPES[0]) if shape is not None else None
+    ops = (problem.op,) if problem is not None else OPS
+    known = {kernel.name: kernel for op in ops for kernel in registry.kernels(op)}
     if problem is not None and list_kernels:
         verdicts = views.verdicts(_device_for_kernels(db, device_name), problem, known.values())
         print_json(verdicts) if as_json else views.show_verdicts(console(), verdicts)
@@ -142,7 +147,7 @@ def _layouts(
         measured = [problem for known, problem in store.problems() if known == device]
         problems = [problem for problem in measured if dtype in (None, problem.dtype)]
         if shapes:
-            problems = list(dict.fromkeys(parse_shape(shape, dtype=dtype or DTYPES[0]) for shape in shapes))
+            problems = list(dict.fromkeys(parse_problem(shape, dtype=dtype or DTYPES[0]) for shape in shapes))
         for problem in problems:
             if problem not in measured:
                 _refuse_unmeasured(store, device, problem)
@@ -217,7 +222,7 @@ def _refuse_unmeasured(store: Store, device: Device, problem: Problem) -> None:
         message(
             f"{problem.label} was not measured on {device.name}",
             expected=", ".join(there) if there else None,
-            do=f"run `nvfp4 tune --shape {problem.n},{problem.k}`",
+            do=f"run `{tune_command(problem)}`",
         )
     )
 

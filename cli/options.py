@@ -11,6 +11,7 @@ import rich_click as click
 
 from ..errors import InvalidInput, message
 from ..kernels.problem import DTYPES, Problem
+from ..tuner.experts_workload import parse_grouped, parse_moe
 from ..tuner.workload import parse_shape, problems_of_config, problems_of_model
 from .checkpoint import problems_of_checkpoint
 
@@ -100,7 +101,7 @@ def best_device() -> str:
 
 
 def workload_options(command: F) -> F:
-    """--model, --config, --checkpoint, --fused, --shape, --tp and --dtype."""
+    """--model, --config, --checkpoint, --fused, --shape, --moe, --grouped, --tp and --dtype."""
     for option in reversed(
         (
             click.option(
@@ -118,6 +119,20 @@ def workload_options(command: F) -> F:
             fused_option,
             click.option(
                 "--shape", "shapes", multiple=True, metavar="N,K", help="out_features,in_features of one linear layer."
+            ),
+            click.option(
+                "--moe",
+                "moes",
+                multiple=True,
+                metavar="NAME=N,...",
+                help="A layer of experts: experts=8,top_k=2,hidden=256,inter=128,activation=swiglu.",
+            ),
+            click.option(
+                "--grouped",
+                "grouped",
+                multiple=True,
+                metavar="NAME=N,...",
+                help="One product by groups of rows: experts=8,n=256,k=128.",
             ),
             tp_option,
             click.option(
@@ -142,6 +157,8 @@ def problems_of(
     configs: Sequence[Path],
     checkpoints: Sequence[Path],
     shapes: Sequence[str],
+    moes: Sequence[str],
+    grouped: Sequence[str],
     *,
     fused: bool,
     tp: int,
@@ -162,5 +179,6 @@ def problems_of(
         found += problems_of_config(path, tp=tp, dtype=dtype)
     for path in checkpoints:
         found += problems_of_checkpoint(path, tp=tp, dtype=dtype, fused=fused)
-    found += [parse_shape(text, dtype=dtype or DTYPES[0]) for text in shapes]
+    for texts, parse in ((shapes, parse_shape), (moes, parse_moe), (grouped, parse_grouped)):
+        found += [parse(text, dtype=dtype or DTYPES[0]) for text in texts]
     return list(dict.fromkeys(found))

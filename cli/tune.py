@@ -38,6 +38,8 @@ def tune(
     checkpoints: tuple[Path, ...],
     fused: bool,
     shapes: tuple[str, ...],
+    moes: tuple[str, ...],
+    grouped: tuple[str, ...],
     tp: int,
     dtype: str | None,
     ms: str | None,
@@ -60,6 +62,7 @@ def tune(
       nvfp4 tune --config path/to/model --tp 2 --budget 30m
       nvfp4 tune --checkpoint path/to/model-NVFP4
       nvfp4 tune --shape 4096,14336 --shape 6144,4096 --m 1,8,64-512
+      nvfp4 tune --moe experts=128,top_k=8,hidden=2048,inter=768
       nvfp4 tune --quick --shape 4096,4096 --json > events.jsonl
 
     \b
@@ -69,9 +72,9 @@ def tune(
     if list_models:
         click.echo("\n".join(model_names()))
         return
-    problems = problems_of(models, configs, checkpoints, shapes, fused=fused, tp=tp, dtype=dtype)
+    problems = problems_of(models, configs, checkpoints, shapes, moes, grouped, fused=fused, tp=tp, dtype=dtype)
     if not problems:
-        raise click.UsageError("name what to tune: --model, --config, --checkpoint or --shape")
+        raise click.UsageError("name what to tune: --model, --config, --checkpoint, --shape, --moe or --grouped")
     anchors = QUICK_ANCHORS if quick else ANCHORS
     shown = display(console(stderr=True), as_json=as_json)
     try:

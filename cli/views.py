@@ -136,14 +136,24 @@ def show_report(console: Console, found: ProblemReport) -> None:
     roofline = any(at.of_roofline is not None for at in found.anchors)
     for layout in dict.fromkeys(at.layout for at in found.anchors):
         console.print(f"best of layout {layout} at every M that was measured")
-        names = [">M", "kernel", ">µs", ">±", ">bf16", ">untuned"]
-        made = Grid(*names, *([">of limit"] if roofline else []), "by")
+        routed = any(at.by_routing_us for at in found.anchors)
+        names = [">M", "kernel", ">µs", ">±", *([] if routed else [">bf16"]), ">untuned"]
+        made = Grid(*names, *([">of limit"] if roofline else []), *(["worst routing"] if routed else []), "by")
         for at in (at for at in found.anchors if at.layout == layout):
             spread = "" if at.p20_us is None or at.p80_us is None else percent((at.p80_us - at.p20_us) / 2 / at.p50_us)
-            cells = [str(at.m), at.kernel, microseconds(at.p50_us), spread, ratio(at.over_bf16), ratio(at.over_default)]
-            made.row(*cells, *([percent(at.of_roofline)] if roofline else []), at.protocol)
+            bf16 = [] if routed else [ratio(at.over_bf16)]
+            cells = [str(at.m), at.kernel, microseconds(at.p50_us), spread, *bf16, ratio(at.over_default)]
+            worst = [f"{at.worst_routing} +{percent(at.worst)}"] if routed else []
+            made.row(*cells, *([percent(at.of_roofline)] if roofline else []), *worst, at.protocol)
         console.print(made)
-    if found.anchors:
+    if any(at.by_routing_us for at in found.anchors):
+        console.print("±: half of what lies between the 20th and the 80th percentile; untuned: times faster")
+        console.print(
+            "µs: geometric mean over balanced, random and skewed routing; worst routing: where it is furthest behind"
+            " the fastest candidate there, and how far",
+            soft_wrap=True,
+        )
+    elif found.anchors:
         console.print("±: half of what lies between the 20th and the 80th percentile; bf16, untuned: times faster")
     rows = f"{found.measurements} measurements"
     console.print(f"{rows}; failed: {counts(found.failures)}" if found.failures else rows)

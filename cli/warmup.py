@@ -58,6 +58,8 @@ def warmup(
     checkpoints: tuple[Path, ...],
     fused: bool,
     shapes: tuple[str, ...],
+    moes: tuple[str, ...],
+    grouped: tuple[str, ...],
     tp: int,
     dtype: str | None,
     device: str | None,
@@ -90,13 +92,13 @@ def warmup(
         raise click.UsageError("--output goes with --arch")
     if archs is not None and device is not None:
         raise click.UsageError("--arch builds for GPUs that are not here: it takes no --device")
+    named = problems_of(models, configs, checkpoints, shapes, moes, grouped, fused=fused, tp=tp, dtype=dtype)
     if archs is not None:
-        named = problems_of(models, configs, checkpoints, shapes, fused=fused, tp=tp, dtype=dtype)
         ctx.exit(0 if build_offline(archs.split(","), named, db=db, output=output, as_json=as_json) else 1)
     if db is not None:
         os.environ["NVFP4_DB"] = str(db)  # the ops look there
     place = device or best_device()
-    problems = problems_of(models, configs, checkpoints, shapes, fused=fused, tp=tp, dtype=dtype) or _planned(place)
+    problems = named or _planned(place)
     done, progress = [], console(stderr=True)
     for problem in problems:
         begun = time.perf_counter()
@@ -121,7 +123,7 @@ def _planned(place: str) -> list[Problem]:
         raise Nvfp4Error(
             message(
                 f"the database {store.path} has no plan for {here.name}",
-                do="run `nvfp4 tune`, or name problems: --model, --config, --checkpoint or --shape",
+                do="run `nvfp4 tune`, or name problems: --model, --config, --checkpoint, --shape, --moe or --grouped",
             )
         )
     return found

@@ -115,8 +115,7 @@ def _build(torch_device: torch.device, problem: Problem, layout: str, load: Load
             RuntimeWarning,
             stacklevel=2,
         )
-    # Of ops that the tuner does not measure yet, nobody has to be told so.
-    if not decision.tuned and problem.op == "gemm" and (problem, layout) not in _announced:
+    if not decision.tuned and (problem, layout) not in _announced:
         _announced.add((problem, layout))
         warnings.warn(
             f"{problem.label} is not tuned on {device.name} for weight layout {layout!r}: default kernels run, which "
@@ -154,7 +153,9 @@ def _what_to_warm(problem: Problem) -> str:
 
 
 def _command(problem: Problem) -> str:
-    return f"nvfp4 tune --shape {problem.n},{problem.k}"
+    from ..cache.words import tune_command
+
+    return tune_command(problem)
 
 
 def _load(load: Load, launcher: Launcher, segment: Segment, device: Device, problem: Problem) -> None:

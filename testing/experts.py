@@ -18,7 +18,7 @@ from ..kernels.moe.routing import local_experts
 from ..kernels.problem import Problem
 from .close import assert_gemm_close, assert_moe_close
 
-__all__ = ["GroupedCase", "MoeCase", "experts_case", "poisoned"]
+__all__ = ["GroupedCase", "MoeCase", "experts_case", "poisoned", "random_weight"]
 
 CONSTANTS = {"swiglu": {"limit": 1.5}, "swigluoai": {"limit": 1.0, "alpha": 1.3, "beta": 0.5}, "situ": {"limit": 2.0}}
 
@@ -48,12 +48,14 @@ def random_weight(
 
     Every code; of the scales some are subnormal, some zero, some negative; global scales differ by up to ten times.
     """
-    weight = torch.randint(0, 256, (experts, rows, k // 2), dtype=torch.uint8, generator=g)
-    kind = torch.randint(0, 12, (experts, rows, 1), generator=g).clamp_max(4)  # mostly 4
-    low = torch.tensor([0x00, 0x00, 0x00, 0xB0, 0x30])[kind]
-    high = torch.tensor([0x00, 0x08, 0x48, 0xC0, 0x40])[kind]
-    scale = low + (torch.rand(experts, rows, k // 16, generator=g) * (high - low + 1)).long().clamp_max(high - low)
-    global_scale = 10 ** (-torch.rand(experts, parts, generator=g)) / (2 * math.sqrt(k))
+    device = g.device
+    weight = torch.randint(0, 256, (experts, rows, k // 2), dtype=torch.uint8, generator=g, device=device)
+    kind = torch.randint(0, 12, (experts, rows, 1), generator=g, device=device).clamp_max(4)  # mostly 4
+    low = torch.tensor([0x00, 0x00, 0x00, 0xB0, 0x30], device=device)[kind]
+    high = torch.tensor([0x00, 0x08, 0x48, 0xC0, 0x40], device=device)[kind]
+    share = torch.rand(experts, rows, k // 16, generator=g, device=device)
+    scale = low + (share * (high - low + 1)).long().clamp_max(high - low)
+    global_scale = 10 ** (-torch.rand(experts, parts, generator=g, device=device)) / (2 * math.sqrt(k))
     return weight, scale.to(torch.uint8), global_scale
 
 
@@ -79,12 +81,17 @@ class GroupedCase:
     nan_row: int
 
     @staticmethod
-    def random(problem: Problem, m: int, seed: int, device: torch.device) -> GroupedCase:
-        """Experts without rows, rows without an expert, one row of NaN; the seed decides which."""
+    def random(
+        problem: Problem, m: int, seed: int, device: torch.device, *, weights: tuple[Tensor, ...] | None = None
+    ) -> GroupedCase:
+        """Experts without rows, rows without an expert, one row of NaN; the seed decides which.
+
+        Random weights too, unless a weight with its scales is given.
+        """
         g = torch.Generator().manual_seed(seed)
         n, k, experts = problem.n, problem.k, problem.experts
         parts = 2 if n % 2 == 0 and seed & 1 else 1
-        weight, scale, global_scale = random_weight(experts, n, k, g, parts=parts)
+        weight, scale, global_scale = weights or random_weight(experts, n, k, g, parts=parts)
         covered = m if seed & 2 else m - m // 3
         cuts = torch.randint(0, covered + 1, (experts - 1,), generator=g).sort().values
         offsets = torch.cat([torch.tensor([0]), cuts, torch.tensor([covered])]).int()
@@ -115,20 +122,24 @@ class GroupedCase:
         with poisoned():
             launcher(self.x, self.weight, self.scale, self.global_scale, self.offsets, out)
 
-    def compare(self, out: Tensor) -> None:
-        """Raise AssertionError unless this is the result."""
-        has_expert = self.nan_row < int(self.offsets[-1])
-        row = out[self.nan_row]
-        assert bool(row.isnan().all() if has_expert else (row == 0).all()), "the row of NaN gives something else"
-        x = self.x.where(~self.x.isnan(), 0)
-        got = out.clone()
-        got[self.nan_row] = 0
-        weight, scale, ends = self.weight, self.scale, self.offsets
+    def exact(self) -> tuple[Tensor, Tensor]:
+        """Float64 [M, N], the result with zeros for the row of NaN, and the sum of |x| * |w|."""
+        x, weight, scale, ends = self.x.where(~self.x.isnan(), 0), self.weight, self.scale, self.offsets
         ref = reference.grouped_gemm(x, weight, scale, self.global_scale, ends, round_output=False)
         magnitude = reference.grouped_gemm(
             x.abs(), weight & 0x77, scale & 0x7F, self.global_scale, ends, round_output=False
         )
-        assert_gemm_close(got, ref, k=self.problem.k, dtype=x.dtype, magnitude=magnitude)
+        return ref, magnitude
+
+    def compare(self, out: Tensor, exact: tuple[Tensor, Tensor] | None = None) -> None:
+        """Raise AssertionError unless this is the result; `exact` is what `exact()` returned, if it is at hand."""
+        has_expert = self.nan_row < int(self.offsets[-1])
+        row = out[self.nan_row]
+        assert bool(row.isnan().all() if has_expert else (row == 0).all()), "the row of NaN gives something else"
+        got = out.clone()
+        got[self.nan_row] = 0
+        ref, magnitude = exact or self.exact()
+        assert_gemm_close(got, ref, k=self.problem.k, dtype=out.dtype, magnitude=magnitude)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -145,18 +156,26 @@ class MoeCase:
 
     @staticmethod
     def random(
-        problem: Problem, m: int, seed: int, device: torch.device, *, nan: bool = True, **options: Any
+        problem: Problem,
+        m: int,
+        seed: int,
+        device: torch.device,
+        *,
+        nan: bool = True,
+        weights: tuple[Tensor, ...] | None = None,
+        **options: Any,
     ) -> MoeCase:
         """A case whose optional tensors, id dtype and expert_map the seed decides.
 
         Always: ids that are negative or too large, tokens without any expert, duplicates, a row of NaN (`nan`).
-        `options` replace or add to what the seed chose.
+        `options` replace or add to what the seed chose. `weights` are w13 and w2 with their scales, else random ones.
         """
         g = torch.Generator().manual_seed(seed)
         dtype, experts, top_k = getattr(torch, problem.dtype), problem.experts, problem.top_k
         hidden, inter, rows = problem.k, problem.n, problem.n * (2 if problem.gated else 1)
-        first = random_weight(experts, rows, hidden, g, parts=2 if problem.gated and seed & 1 else 1)
-        second = random_weight(experts, hidden, inter, g)
+        if weights is None:
+            first = random_weight(experts, rows, hidden, g, parts=2 if problem.gated and seed & 1 else 1)
+            weights = (*first, *random_weight(experts, hidden, inter, g))
         known = 2 * experts if seed & 2 else experts
         ids = torch.randint(-1, known + 1, (m, top_k), generator=g)
         ids[torch.rand(m, generator=g) < 0.1] = -1
@@ -180,11 +199,10 @@ class MoeCase:
             found["apply_router_weight_on_input"] = True
         found |= options
         found = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in found.items()}
-        first_, second_ = (tuple(part.to(device) for part in weight) for weight in (first, second))
         return MoeCase(
             problem=problem,
             x=strided(x.to(device), bool(seed & 4)),
-            weights=(*first_, *second_),  # type: ignore[arg-type]
+            weights=tuple(part.to(device) for part in weights),  # type: ignore[arg-type]
             ids=ids.to(torch.int64 if seed & 1 else torch.int32).to(device),
             router=torch.rand(m, top_k, generator=g).to(device) + 0.1,
             options=found,
@@ -232,19 +250,27 @@ class MoeCase:
             x, *self.weights, self.ids, self.router, activation=self.problem.activation, round_output=False, **options
         )
 
-    def compare(self, out: Tensor) -> None:
-        """Raise AssertionError unless this is the result."""
-        p, got, ref = self.problem, out.clone(), self.reference()
+    def exact(self) -> tuple[Tensor]:
+        """The reference's result, in the form that `compare` takes."""
+        return (self.reference(),)
+
+    def compare(self, out: Tensor, exact: tuple[Tensor] | None = None) -> None:
+        """Raise AssertionError unless this is the result; `exact` is what `exact()` returned, if it is at hand."""
+        p, got, (ref,) = self.problem, out.clone(), exact or self.exact()
         if self.nan_row is not None:
             row = out[self.nan_row]
             local = local_experts(self.ids[self.nan_row], p.experts, self.options.get("expert_map"))
             right = row.isnan() if bool((local >= 0).any()) else row == 0
             assert bool(right.all()), "the row of NaN gives something else"
-            got[self.nan_row] = ref[self.nan_row] = 0
+            got[self.nan_row] = 0
+            ref = ref.clone()
+            ref[self.nan_row] = 0
         assert_moe_close(got, ref, hidden=p.k, inter=p.n, top_k=p.top_k, dtype=out.dtype)
 
 
-def experts_case(problem: Problem, m: int, seed: int, device: torch.device) -> GroupedCase | MoeCase:
-    """A random input of a problem with experts."""
+def experts_case(
+    problem: Problem, m: int, seed: int, device: torch.device, *, weights: tuple[Tensor, ...] | None = None
+) -> GroupedCase | MoeCase:
+    """A random input of a problem with experts; with random weights unless they are given."""
     make: Callable[..., GroupedCase | MoeCase] = GroupedCase.random if problem.op == "grouped_gemm" else MoeCase.random
-    return make(problem, m, seed, device)
+    return make(problem, m, seed, device, weights=weights)

@@ -11,6 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..cache.records import BASELINE, TIMING, Measurement, Plan
+from ..cache.routings import combine
 from ..kernels import registry
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
@@ -176,6 +177,7 @@ class Known:
     screens: dict[Entrant, dict[int, Measurement]] = field(default_factory=dict)
     finals: dict[Entrant, dict[int, Measurement]] = field(default_factory=dict)
     failed: dict[Entrant, dict[int, str]] = field(default_factory=dict)  # status by M
+    _parts: dict[tuple[Entrant, int, str], dict[str, Measurement]] = field(default_factory=dict)  # rows by routing
     _best_us: dict[int, float] | None = None
 
     def add(self, row: Measurement) -> None:
@@ -187,7 +189,11 @@ class Known:
         if row.status != "ok":
             self.failed.setdefault(entrant, {})[row.m] = row.status
         elif row.protocol in ("screen", "final"):
-            (self.screens if row.protocol == "screen" else self.finals).setdefault(entrant, {})[row.m] = row
+            parts = self._parts.setdefault((entrant, row.m, row.protocol), {})
+            parts[row.routing] = row
+            whole = combine(row.problem, parts)
+            if whole is not None:
+                (self.screens if row.protocol == "screen" else self.finals).setdefault(entrant, {})[row.m] = whole
 
     def given_up(self, entrant: Entrant) -> bool:
         """Whether a failure ended this candidate at all M."""

@@ -68,6 +68,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True, tag="measured"):
     m: int
     status: str
     protocol: str
+    routing: str  # of ops with experts, else ""
     p50_us: float | None
     detail: str
 

@@ -22,7 +22,9 @@ REFINE_GAP = 4
 
 
 def run_baseline(run: ProblemRun) -> None:
-    """Screen the bf16 matmul at every M, so that progress can be compared with it."""
+    """Screen the bf16 matmul at every M, so that progress can be compared with it. Ops with experts have none."""
+    if run.problem.op != "gemm":
+        return
     for m in run.ms:
         if run.known.usable(BASELINE_ENTRANT, m) and m not in run.known.screens.get(BASELINE_ENTRANT, {}):
             run.race([BASELINE_ENTRANT], m, "screen")
@@ -49,7 +51,8 @@ def entrants_at(run: ProblemRun, m: int, incumbent: Plan | None) -> tuple[Entran
     chosen = [entrant for entrant in dict.fromkeys(chosen) if run.known.usable(entrant, m)]
     if not chosen:
         return ()
-    return (*chosen, *((BASELINE_ENTRANT,) if run.known.usable(BASELINE_ENTRANT, m) else ()))
+    compared = run.problem.op == "gemm" and run.known.usable(BASELINE_ENTRANT, m)
+    return (*chosen, *((BASELINE_ENTRANT,) if compared else ()))
 
 
 def run_finals(run: ProblemRun, incumbent: Plan | None, deadline: float | None) -> None:

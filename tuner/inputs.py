@@ -8,18 +8,29 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..cache.routings import routings_of
 from ..kernels import reference
 from ..kernels.problem import Device, Problem
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
 from ..testing.close import relative_tolerance
+from .output import GUARD_ROWS, Output
 from .variants import distinct_scales, variants
 
-__all__ = ["GUARD_ROWS", "POOL_ROWS", "Inputs", "copies_needed", "least_bytes", "rows_to_check"]
+__all__ = [
+    "COLD",
+    "GUARD_ROWS",
+    "MAX_COPIES",
+    "POOL_ROWS",
+    "Inputs",
+    "byte_sum",
+    "copies_needed",
+    "least_bytes",
+    "rotating",
+    "rows_to_check",
+]
 
 POOL_ROWS = 160  # rows of x whose result is known for every weight: numerics slices them at random
-GUARD_ROWS = 16  # before and after the output
-POISON = 0x7FA5  # a NaN of bfloat16 and of float16, and no value a kernel writes
 COLD = 3  # rotating copies cover this many times the last-level cache
 MAX_COPIES = {"cuda": 256, "cpu": 64}
 MEMORY_SHARE = 0.25  # of the device's memory, at most, for the rotating copies of one layout
@@ -44,6 +55,10 @@ def rows_to_check(m: int) -> tuple[int, ...]:
 def least_bytes(problem: Problem, ms: Sequence[int]) -> int:
     """Bytes without which a problem cannot be measured: x, the output, exact results, two copies of the weights."""
     n, k, most = problem.n, problem.k, max((*ms, POOL_ROWS))
+    if problem.op != "gemm":
+        width = k if problem.op == "moe" else n
+        exact = 8 * width * sum(len(rows_to_check(m)) for m in ms) * len(routings_of(problem))
+        return 2 * most * (width + k) + exact + 2 * problem.weight_bytes
     known = len(_known_rows(ms))
     exact = 8 * n * (known + 3 * POOL_ROWS)  # of the plain case; of the extreme one, its magnitudes and its variant
     return 2 * most * (n + k) + exact + 2 * problem.weight_bytes
@@ -106,14 +121,13 @@ class Case:
         return to_layout(self.weight, self.scale, gs, layout_id=layout_id)
 
 
-class Inputs:
+class Inputs(Output):
     """Everything one problem is measured on, on one torch device. Made once per problem, released by `close`."""
 
     def __init__(self, device: Device, place: torch.device, problem: Problem, ms: Sequence[int]) -> None:
+        super().__init__(place, problem.n, getattr(torch, problem.dtype))
         self.device = device
-        self.place = place
         self.problem = problem
-        self.dtype: torch.dtype = getattr(torch, problem.dtype)
         self.max_m = max((*ms, POOL_ROWS))
         self.x = torch.randn(self.max_m, problem.k, device=place, dtype=self.dtype)
         self.plain = Case(problem, self.x, sorted(_known_rows(ms)), extreme=False)
@@ -123,7 +137,6 @@ class Inputs:
         self.variants = variants(self.x[:POOL_ROWS], plain, self.extreme.exact, self.row_scales)
         self._sets: dict[str, _Set] = {}
         self._dense: list[Tensor] | None = None
-        self._buffer: Tensor | None = None
 
     def copies(self, layout_id: str) -> list[Weight]:
         """Rotating copies of the plain weight in one layout."""
@@ -139,8 +152,8 @@ class Inputs:
             first, extreme = self.plain.pack(layout_id), self.extreme.pack(layout_id)
             per_row = self.extreme.pack(layout_id, self.row_scales)
             count = copies_needed(self.device, first.nbytes)
-            data = _rotating(first.data, count)
-            scale = [None] * count if first.scale is None else _rotating(first.scale, count)
+            data = rotating(first.data, count)
+            scale = [None] * count if first.scale is None else rotating(first.scale, count)
             copies = [
                 Weight(
                     data=data[i],
@@ -165,22 +178,6 @@ class Inputs:
             self._dense = [first, *(first.clone() for _ in range(copies_needed(self.device, first.nbytes) - 1))]
         return self._dense
 
-    def out(self, m: int, *, poison: bool = True) -> Tensor:
-        """The output [m, N] between guard rows, all of it NaN when `poison`."""
-        if self._buffer is None or self._buffer.shape[0] < m + 2 * GUARD_ROWS:
-            self._buffer = None
-            self._buffer = torch.empty(m + 2 * GUARD_ROWS, self.problem.n, dtype=self.dtype, device=self.place)
-        if poison:
-            self._buffer[: m + 2 * GUARD_ROWS].view(torch.int16).fill_(POISON)
-        return self._buffer[GUARD_ROWS : GUARD_ROWS + m]
-
-    def guards_intact(self, m: int) -> bool:
-        """Whether nothing was written just before and after the output of the last poisoned `out(m)`."""
-        assert self._buffer is not None
-        bits = self._buffer.view(torch.int16)
-        after = bits[GUARD_ROWS + m : 2 * GUARD_ROWS + m]
-        return bool(((bits[:GUARD_ROWS] == POISON) & (after == POISON)).all())
-
     def unchanged(self, layout_id: str) -> bool:
         """Whether x and the weights of a layout still hold what was put there."""
         made = self._sets.get(layout_id)
@@ -202,7 +199,7 @@ class Inputs:
         ]
         small += [t for variant in self.variants for t in (variant.bias, variant.pre_quant_scale)]
         whole = (first.data._base, None if first.scale is None else first.scale._base)  # the buffers of all copies
-        return int(torch.stack([_sum(t) for t in (self.x, *small, *whole) if t is not None]).sum())
+        return int(torch.stack([byte_sum(t) for t in (self.x, *small, *whole) if t is not None]).sum())
 
 
 class _Set:
@@ -215,7 +212,7 @@ class _Set:
         self.checksum = 0
 
 
-def _rotating(tensor: Tensor, count: int) -> list[Tensor]:
+def rotating(tensor: Tensor, count: int) -> list[Tensor]:
     """Copies of a uint8 tensor in one buffer, so that one sum covers them all; each starts on 256 bytes."""
     size = tensor.numel()
     buffer = torch.zeros(count * (-(-size // 256) * 256), dtype=torch.uint8, device=tensor.device)
@@ -225,7 +222,7 @@ def _rotating(tensor: Tensor, count: int) -> list[Tensor]:
     return views
 
 
-def _sum(tensor: Tensor) -> Tensor:
+def byte_sum(tensor: Tensor) -> Tensor:
     """Sum of a tensor's bytes taken as integers (wrapping), int64 0-dim."""
     flat = tensor.contiguous().view(-1).view(torch.uint8)
     whole = flat.numel() // 8 * 8

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import math
 import os
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from ..cache.records import BASELINE
 from ..kernels import registry
 from ..kernels.device import describe
 from ..kernels.kernel import Kernel, Launcher
 from ..kernels.problem import Device, Problem
-from ..kernels.weights.weight import Weight
-from ..testing.close import assert_gemm_close, relative_error
-from .inputs import POOL_ROWS, Inputs
+from .experts_trial import ExpertsTrial
+from .gemm_trial import GemmTrial
 from .messages import Ceiling, Done, Entrant, Pace, Race, Screen, Started
 from .outcome import Say, Step, Wrong, classify, describe_error
-from .statistics import HOPELESS, Timing, hopeless, percentile, spread, summarise
-from .timing import CaptureError, Replay, Round, make_timer
-from .variants import Variant
+from .statistics import HOPELESS, Timing, geometric_mean, hopeless, percentile, spread, summarise
+from .timing import CaptureError, Launch, Replay, Round, make_timer
+from .trial import Trial, gate_ms
 
 __all__ = ["Measurer", "gate_ms"]
 
@@ -35,13 +32,14 @@ RACE_US = 5e6  # of one race: what takes longer gets fewer rounds, at least 3
 PER_M = ("oom", "launch_error")  # failures that may concern one M only
 
 
-def gate_ms(ms: Sequence[int], valid: Callable[[int], bool]) -> tuple[int, ...]:
-    """Where numerics are checked: the smallest M, and one short of the largest small M, so that a tile has a tail."""
-    small = [m for m in ms if m <= POOL_ROWS]
-    if not small:
-        return (min(ms),)
-    ragged = max(small) - 1
-    return tuple(sorted({min(small), ragged if ragged >= 1 and valid(ragged) else max(small)}))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Entry:
+    """One entrant of a race."""
+
+    step: Step
+    replay: Replay
+    launches: list[Launch]  # of the replay: they hold the tensors that it reads
+    error: float
 
 
 class Measurer:
@@ -55,7 +53,7 @@ class Measurer:
         self.timer = make_timer(self.place)
         for op in registry.OPS:  # a kernel that cannot be imported is no candidate's failure: it raises here
             registry.kernels(op)
-        self._inputs: Inputs | None = None
+        self._trial: Trial | None = None
         self._key: tuple[Problem, tuple[int, ...]] | None = None
         self._launchers: dict[Entrant, tuple[Kernel, Launcher]] = {}
 
@@ -75,54 +73,75 @@ class Measurer:
             step.begin("build", served[0])
             kernel, launcher = self._launcher(request.device, request.problem, request.entrant)
             layout = kernel.layout(request.device, request.problem)
-            self._gate(kernel, launcher, layout, served, step)
+            trial = self._at_hand()
+            trial.gate(kernel, launcher, served, step)
             for m in spread(served):
                 if m in request.known_us or hopeless(m, served, slowdown):
                     continue
-                step.begin("check", m)
                 best_us = request.best_us.get(m)
+                times_us = []
                 try:
-                    timing, error = self._screen_one(launcher, layout, m, best_us, request.pace)
+                    for routing in trial.routings:
+                        step.begin("check", m)
+                        error = trial.check(launcher, layout, m, routing)
+                        launches = trial.launches(launcher, layout, m, routing)
+                        timing = self._screen_one(launches, best_us, request.pace)
+                        step.ok(timing, error, routing)
+                        times_us.append(timing.p50_us)
                 except Exception as failure:
                     done = self._failed(failure, step, layout)
                     if done.tainted or step.status not in PER_M:
                         return done
                     continue
-                step.ok(timing, error)
-                slowdown[m] = timing.p50_us / (best_us or timing.p50_us)
-            self._inputs_unchanged(layout)
+                mean_us = geometric_mean(times_us)
+                slowdown[m] = mean_us / (best_us or mean_us)
+            trial.require_unchanged(layout)
         except (Exception, SystemExit) as error:  # whatever a candidate raises is data
             return self._failed(error, step, layout)
         return Done()
 
     def race(self, request: Race, say: Say) -> Done:
-        """Time the entrants at one M in turns; one that fails is left out of the race."""
-        entries: list[tuple[Step, Replay, float]] = []
-        for entrant in request.entrants:
-            step = Step(say, entrant, request.protocol)
+        """Time the entrants at one M in turns, once per routing; one that fails is left out of the race."""
+        steps = [Step(say, entrant, request.protocol) for entrant in request.entrants]
+        for step in steps[:1]:
             done = self._prepare(request.device, request.problem, request.all_ms, step)
             if done is not None:
                 return done
+        for routing in self._at_hand().routings:
+            entries: list[_Entry] = []
+            for step in steps:
+                try:
+                    step.begin("check", request.m)
+                    entries.append(self._entry(request, step, routing))
+                except (Exception, SystemExit) as problem:
+                    done = self._failed(problem, step, self._layout(step.entrant, request))
+                    if done.tainted:
+                        return done  # the process ends, and the replays with it
+            steps = [entry.step for entry in entries]
             try:
-                step.begin("check", request.m)
-                launches, launch_us, error = self._entrant(request, entrant)
-                count = _count(len(launches), launch_us, request.pace.screen_us, self.device.kind)
-                entries.append((step, self.timer.replay(launches, count), error))
-            except (Exception, SystemExit) as problem:
-                done = self._failed(problem, step, self._layout(entrant, request))
-                if done.tainted:
-                    return done  # the process ends, and the replays with it
-        try:
-            if entries:
-                self._run_race(request, entries, say)
-            for _, replay, _ in entries:
-                replay.close()
-        except Exception as error:  # of the device while it replayed: nobody can say whose it is
-            return Done(tainted=describe_error(error))
+                if entries:
+                    self._run_race(request, entries, routing, say)
+                for entry in entries:
+                    entry.replay.close()
+            except Exception as error:  # of the device while it replayed: nobody can say whose it is
+                return Done(tainted=describe_error(error))
         return Done()
 
-    def _run_race(self, request: Race, entries: list[tuple[Step, Replay, float]], say: Say) -> None:
-        replays = [replay for _, replay, _ in entries]
+    def _entry(self, request: Race, step: Step, routing: str) -> _Entry:
+        trial, m = self._at_hand(), request.m
+        if step.entrant.kernel == BASELINE:
+            launches, error = trial.baseline(m)
+        else:
+            kernel, launcher = self._launcher(request.device, request.problem, step.entrant)
+            layout = kernel.layout(request.device, request.problem)
+            error = trial.check(launcher, layout, m, routing)
+            launches = trial.launches(launcher, layout, m, routing)
+        launch_us = self.timer.once(launches[1])
+        count = _count(len(launches), launch_us, request.pace.screen_us, self.device.kind)
+        return _Entry(step=step, replay=self.timer.replay(launches, count), launches=launches, error=error)
+
+    def _run_race(self, request: Race, entries: list[_Entry], routing: str, say: Say) -> None:
+        replays = [entry.replay for entry in entries]
         pace = request.pace
         rounds: list[Round] = []
 
@@ -148,8 +167,8 @@ class Measurer:
                 alive()
                 rounds.append(self.timer.round(replays, i))
         clocks = [turn.clock_mhz for turn in rounds]
-        for i, (step, _, error) in enumerate(entries):
-            step.ok(summarise([turn.times_us[i] for turn in rounds], clocks), error)
+        for i, entry in enumerate(entries):
+            entry.step.ok(summarise([turn.times_us[i] for turn in rounds], clocks), entry.error, routing)
 
     def ceilings(self) -> Ceiling:
         """Copy bandwidth and bf16 matrix rate, measured for as long as a screen of everything else takes."""
@@ -172,9 +191,9 @@ class Measurer:
         """Give back all memory of the problem at hand."""
         self._launchers.clear()
         self.timer.release()
-        if self._inputs is not None:
-            self._inputs.close()
-        self._inputs = self._key = None
+        if self._trial is not None:
+            self._trial.close()
+        self._trial = self._key = None
 
     def _plain_us(self, call: Callable[[], object]) -> float:
         def launch() -> None:
@@ -193,7 +212,8 @@ class Measurer:
         step.begin("prepare", 0)
         try:
             self.close()
-            self._inputs = Inputs(device, self.place, problem, ms)
+            kind = GemmTrial if problem.op == "gemm" else ExpertsTrial
+            self._trial = kind(device, self.place, problem, ms, self.timer.sync)
             self.timer.sync()
             self._key = (problem, ms)
         except (RuntimeError, MemoryError) as error:
@@ -214,87 +234,12 @@ class Measurer:
             found = self._launchers[entrant] = (kernel, kernel.build(device, problem, config))
         return found
 
-    def _bind(
-        self, launcher: Launcher, weight: Weight, x: Tensor, out: Tensor, variant: Variant | None = None
-    ) -> Callable[[], None]:
-        bias, pre_quant_scale = (None, None) if variant is None else (variant.bias, variant.pre_quant_scale)
-        return functools.partial(
-            launcher, x, weight.data, weight.scale, weight.global_scale, bias, pre_quant_scale, out
-        )
-
-    def _gate(self, kernel: Kernel, launcher: Launcher, layout: str, ms: Sequence[int], step: Step) -> None:
-        """Extreme scales, fresh rows of x, a ragged M; element by element. Then all that a call may have besides."""
-        inputs = self._at_hand()
-        config = kernel.parse_config(inputs.device, inputs.problem, step.entrant.config)
-        at = gate_ms(ms, lambda m: bool(kernel.is_valid(inputs.device, inputs.problem, config, m)))
-        calls: list[tuple[int, Variant | None]] = [(m, None) for m in at]
-        calls += zip((at[0], at[-1]), inputs.variants, strict=True)
-        for m, variant in calls:
-            step.begin("check", m)
-            start = random.randrange(max(1, POOL_ROWS - m + 1))
-            weight = inputs.extreme_weight(layout, per_row=variant is not None and variant.per_row)
-            self._check_extreme(launcher, weight, m, start, variant)
-            self._inputs_unchanged(layout)
-
-    def _check(self, launcher: Launcher, weight: Weight, m: int) -> float:
-        """Run once and compare with the exact result; the relative error."""
-        case = self._at_hand().plain
-        out = self._run(launcher, weight, m)
-        at, known = case.rows(0, m)
-        error = relative_error(out[at], case.exact[known])
-        if not error <= case.tolerance(0, m):
-            raise Wrong("wrong", f"m={m}: relative error {error:.4g} above {case.tolerance(0, m):.4g}", error=error)
-        return error
-
-    def _check_extreme(
-        self, launcher: Launcher, weight: Weight, m: int, start: int, variant: Variant | None = None
-    ) -> None:
-        """Run once with extreme scales and compare every element."""
-        case = self._at_hand().extreme
-        out = self._run(launcher, weight, m, start, variant)
-        at, known = case.rows(start, m)
-        assert case.magnitude is not None
-        exact, magnitude = case.exact[known], case.magnitude[known]
-        if variant is not None:
-            exact, magnitude = variant.expected(known), variant.magnitude(magnitude)
-        try:
-            assert_gemm_close(out[at], exact, k=case.k, dtype=case.dtype, magnitude=magnitude)
-        except AssertionError as problem:
-            what = "extreme scales" if variant is None else f"extreme scales, {variant.name}"
-            raise Wrong("wrong", f"m={m}, {what}: {problem}", error=relative_error(out[at], exact)) from problem
-
-    def _run(
-        self, launcher: Launcher, weight: Weight, m: int, start: int = 0, variant: Variant | None = None
-    ) -> Tensor:
-        """Run once into a poisoned output and return that."""
-        inputs = self._at_hand()
-        out = inputs.out(m)
-        self._bind(launcher, weight, inputs.x[start : start + m], out, variant)()
-        self.timer.sync()
-        if not inputs.guards_intact(m):
-            raise Wrong("wrong", f"m={m}: it wrote outside its output", tainted=True)
-        nan = torch.isnan(out)
-        if bool(nan.any()):
-            first = [int(i) for i in nan.nonzero()[0]]
-            raise Wrong("nan", f"m={m}: {int(nan.sum())} NaN or elements never written, the first at {first}")
-        return out
-
-    def _inputs_unchanged(self, layout: str) -> None:
-        if not self._at_hand().unchanged(layout):
-            raise Wrong("wrong", "it changed x or the weights", tainted=True)
-
-    def _screen_one(
-        self, launcher: Launcher, layout: str, m: int, best_us: float | None, pace: Pace
-    ) -> tuple[Timing, float]:
-        inputs = self._at_hand()
-        copies = inputs.copies(layout)
-        error = self._check(launcher, copies[0], m)
-        launches = [self._bind(launcher, weight, inputs.x[:m], inputs.out(m, poison=False)) for weight in copies]
+    def _screen_one(self, launches: list[Launch], best_us: float | None, pace: Pace) -> Timing:
         launch_us = self.timer.once(launches[1])
         if best_us is not None and launch_us > max(LONG_US, HOPELESS * best_us):
-            return summarise([launch_us]), error
+            return summarise([launch_us])
         if launch_us > SLOW_US:
-            return summarise([launch_us, self.timer.once(launches[0])]), error
+            return summarise([launch_us, self.timer.once(launches[0])])
         replay = self.timer.replay(launches, _count(len(launches), launch_us, pace.screen_us, self.device.kind))
         try:
             times = self.timer.repeat(replay, 3)
@@ -304,30 +249,11 @@ class Measurer:
                 times += self.timer.repeat(replay, more)
         finally:
             replay.close()
-        return summarise(times), error
+        return summarise(times)
 
-    def _entrant(self, request: Race, entrant: Entrant) -> tuple[list[Callable[[], None]], float, float]:
-        """Launches over all copies, microseconds of one with its overhead, relative error."""
-        inputs, m = self._at_hand(), request.m
-        if entrant.kernel == BASELINE:
-            out, x = inputs.out(m), inputs.x[:m]
-            launches: list[Callable[[], None]] = [
-                functools.partial(_matmul, x, dense, out) for dense in inputs.dense_copies()
-            ]
-            launches[0]()
-            at, known = inputs.plain.rows(0, m)
-            error = relative_error(out[at], inputs.plain.exact[known])
-        else:
-            kernel, launcher = self._launcher(request.device, request.problem, entrant)
-            copies = inputs.copies(kernel.layout(request.device, request.problem))
-            error = self._check(launcher, copies[0], m)
-            out = inputs.out(m, poison=False)
-            launches = [self._bind(launcher, weight, inputs.x[:m], out) for weight in copies]
-        return launches, self.timer.once(launches[1]), error
-
-    def _at_hand(self) -> Inputs:
-        assert self._inputs is not None
-        return self._inputs
+    def _at_hand(self) -> Trial:
+        assert self._trial is not None
+        return self._trial
 
     def _layout(self, entrant: Entrant, request: Race) -> str:
         kernel = registry.get(entrant.kernel)
@@ -345,7 +271,7 @@ class Measurer:
             if self.place.type == "cuda":
                 torch.cuda.empty_cache()
                 self.timer.sync()
-            if not tainted and self._inputs is not None and not self._inputs.unchanged(layout):
+            if not tainted and self._trial is not None and not self._trial.unchanged(layout):
                 status, tainted = "wrong", "it changed x or the weights"
                 detail = f"{tainted}; {detail}"
         except Exception as sticky:  # the context is lost: every later call would fail
@@ -353,10 +279,6 @@ class Measurer:
             detail = f"{detail}; then {tainted}" if detail != tainted else detail
         step.failed(status, detail, relative)
         return Done(tainted=tainted)
-
-
-def _matmul(x: Tensor, dense: Tensor, out: Tensor) -> None:
-    torch.mm(x, dense.t(), out=out)
 
 
 def _count(copies: int, launch_us: float, screen_us: float, kind: str) -> int:

@@ -123,6 +123,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
     samples: int = 0
     relative_error: float | None = None
     clock_mhz: int | None = None
+    routing: str = ""
     detail: str = ""
 
 

@@ -48,8 +48,8 @@ class Step:
         self._m = m
         self._say(Started(pid=os.getpid(), kernel=self.entrant.kernel, config=self.entrant.config, m=m, step=step))
 
-    def ok(self, timing: Timing, error: float) -> None:
-        """Say that the M begun last was timed."""
+    def ok(self, timing: Timing, error: float, routing: str = "") -> None:
+        """Say that the M begun last was timed, with that routing."""
         self.status = "ok"
         self._say(
             Row(
@@ -64,6 +64,7 @@ class Step:
                 samples=timing.samples,
                 relative_error=error,
                 clock_mhz=timing.clock_mhz,
+                routing=routing,
             )
         )
 

@@ -124,6 +124,7 @@ class ProblemRun:
                     m=row.m,
                     status=row.status,
                     protocol=row.protocol,
+                    routing=row.routing,
                     p50_us=row.p50_us,
                     detail=row.detail,
                 )
@@ -212,6 +213,7 @@ class ProblemRun:
             m=row.m,
             status=row.status,
             protocol=row.protocol,
+            routing=row.routing,
             p20_us=row.p20_us,
             p50_us=row.p50_us,
             p80_us=row.p80_us,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-__all__ = ["CaptureError", "Clock", "Replay", "Round", "Timer", "make_timer"]
+__all__ = ["CaptureError", "Clock", "Launch", "Replay", "Round", "Timer", "make_timer"]
 
 Launch = Callable[[], None]
 

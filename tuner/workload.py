@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import InvalidInput, message
 from ..kernels.problem import DTYPES, Problem
+from .experts_workload import problem_of_experts
 
 __all__ = [
     "ANCHORS",
@@ -76,7 +77,7 @@ def model_names() -> tuple[str, ...]:
 
 
 def problems_of_model(name: str, *, tp: int = 1, dtype: str = "bfloat16") -> list[Problem]:
-    """The problems of one shipped model on one rank.
+    """The problems of one shipped model on one rank: its dense layers, and its routed experts.
 
     Parameters
     ----------
@@ -98,10 +99,10 @@ def problems_of_model(name: str, *, tp: int = 1, dtype: str = "bfloat16") -> lis
         raise InvalidInput(
             message(f"the dense layers of {model.model} are unknown{note}", do="name shapes instead: --shape N,K")
         )
-    if model.moe is not None:
-        _warn_experts(model.model)
     plain = [linear for linear in model.linears if "(grouped" not in linear.name]  # those are several small matmuls
-    return problems_of_linears(plain, tp=tp, dtype=dtype)
+    found = problems_of_linears(plain, tp=tp, dtype=dtype)
+    experts = problem_of_experts(model.model, model.moe, tp=tp, dtype=dtype) if model.moe is not None else None
+    return found if experts is None else [*found, experts]
 
 
 def _resolve(name: str) -> str:
@@ -128,7 +129,9 @@ def _resolve(name: str) -> str:
 
 def _warn_experts(what: str) -> None:
     warnings.warn(
-        f"{what}: its expert layers are left out, only dense linears (op gemm) are tuned", UserWarning, stacklevel=3
+        f"{what}: its expert layers are left out, only dense linears are taken; name them with --moe",
+        UserWarning,
+        stacklevel=3,
     )
 
 

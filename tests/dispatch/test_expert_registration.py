@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),
 ]
 

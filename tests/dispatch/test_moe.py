@@ -11,7 +11,7 @@ import pytest
 import torch
 from nvfp4.dispatch import table
 from nvfp4.dispatch.checkpoint import load_experts, open_checkpoint
-from nvfp4.kernels import reference
+from nvfp4.kernels import reference, registry
 from nvfp4.kernels.moe.activations import ACTIVATIONS
 from nvfp4.kernels.problem import Problem
 from nvfp4.kernels.weights.swizzle import swizzle
@@ -19,6 +19,7 @@ from nvfp4.testing import assert_moe_close
 from nvfp4.testing.checkpoints import dense, modelopt, write_checkpoint
 from nvfp4.testing.experts import GroupedCase, MoeCase
 
+pytestmark = pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning")
 op = torch.ops.nvfp4.moe
 CPU = torch.device("cpu")
 PROBLEM = Problem(op="moe", n=48, k=64, experts=4, top_k=2, activation="swiglu")
@@ -205,10 +206,56 @@ def test_permuted_experts_give_the_same_bits():
     assert torch.equal(run(moved), run(case))
 
 
-def test_experts_without_a_plan_are_no_warning():
+@pytest.mark.parametrize(
+    ("problem", "command"),
+    [
+        (replace(PROBLEM, top_k=4), "nvfp4 tune --moe experts=4,top_k=4,hidden=64,inter=48,activation=swiglu"),
+        (replace(GROUPED, n=56), "nvfp4 tune --grouped experts=4,n=56,k=64"),
+    ],
+)
+def test_experts_without_a_plan_are_said_once_with_the_command(problem, command):
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for m in (2, 300):
+            if problem.op == "moe":
+                run(moe_case(0, m=m, problem=problem))
+            else:
+                case = GroupedCase.random(problem, m, 0, CPU)
+                nvfp4.grouped_gemm(case.x, case.weight, case.scale, case.global_scale, case.offsets)
+    (told,) = [str(w.message) for w in seen if issubclass(w.category, nvfp4.UntunedWarning)]
+    assert told.endswith(f"Tune it: {command}")
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, GROUPED])
+def test_experts_with_a_plan_run_what_it_says(problem, set_plan, monkeypatch):
+    kernel = registry.get("cpu_moe" if problem.op == "moe" else "cpu_grouped")
+    names = {}
+    for rows in (16, 32):
+        names[rows] = type(kernel).config_type(block_rows=rows, threads=0).to_json()
+    set_plan(problem, checkpoint=[(1, 4, kernel.name, names[16]), (5, None, kernel.name, names[32])])
+    ran, whole = [], type(kernel).build
+
+    def build(self, device, problem, config):
+        launcher = whole(self, device, problem, config)
+
+        def launch(*arguments):
+            ran.append(config.block_rows)
+            launcher(*arguments)
+
+        return launch
+
+    monkeypatch.setattr(type(kernel), "build", build)
+    table.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        run(moe_case(0, problem=replace(PROBLEM, top_k=4)))
+        for m in (3, 4, 5, 40):
+            if problem.op == "moe":
+                case = moe_case(0, m=m)
+                close(case, run(case))
+            else:
+                case = GroupedCase.random(problem, m, 0, CPU)
+                nvfp4.grouped_gemm(case.x, case.weight, case.scale, case.global_scale, case.offsets)
+    assert ran == [16, 16, 32, 32]
 
 
 def test_half_does_not_overflow_before_the_global_scale():

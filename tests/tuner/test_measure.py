@@ -191,7 +191,8 @@ def test_ceilings_are_positive(measurer):
 def test_everything_is_given_back(measurer, pace):
     screen(measurer, pace, good())
     refs = [
-        weakref.ref(tensor) for tensor in (measurer._inputs.x, measurer._inputs.plain.exact, measurer._inputs.out(8))
+        weakref.ref(tensor)
+        for tensor in (measurer._trial.inputs.x, measurer._trial.inputs.plain.exact, measurer._trial.inputs.out(8))
     ]
     measurer.close()
     gc.collect()

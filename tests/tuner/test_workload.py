@@ -38,8 +38,9 @@ def test_names_ignore_case_and_organisation_and_may_be_a_unique_prefix(name):
 
 
 def test_a_unique_suffix_is_a_name_too():
-    with pytest.warns(UserWarning, match="expert layers are left out"):
-        assert problems_of_model("8x7b") == [Problem(n=n, k=k) for n, k in [(6144, 4096), (4096, 4096), (32000, 4096)]]
+    dense = [Problem(n=n, k=k) for n, k in [(6144, 4096), (4096, 4096), (32000, 4096)]]
+    experts = Problem(op="moe", n=14336, k=4096, experts=8, top_k=2, activation="swiglu")
+    assert problems_of_model("8x7b") == [*dense, experts]
 
 
 def test_an_unknown_name_lists_close_ones():

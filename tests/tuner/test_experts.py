@@ -1,0 +1,313 @@
+"""moe and grouped_gemm in the tuner: routings, checks that see what is wrong, a time per routing, and a plan."""
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from nvfp4.cache.records import ROUTINGS, TIMING, Environment, Measurement
+from nvfp4.cache.store import Store
+from nvfp4.cache.words import shape_words
+from nvfp4.errors import InvalidInput
+from nvfp4.kernels import registry
+from nvfp4.kernels.device import describe
+from nvfp4.kernels.moe import cpu_grouped, cpu_moe
+from nvfp4.kernels.problem import Problem
+from nvfp4.testing.fakes import fake_device
+from nvfp4.tuner.candidates import Known
+from nvfp4.tuner.experts_trial import ExpertsTrial
+from nvfp4.tuner.experts_workload import parse_grouped, parse_moe, parse_problem
+from nvfp4.tuner.inputs import least_bytes
+from nvfp4.tuner.measure import Measurer
+from nvfp4.tuner.messages import Done, Entrant, Race, Row, Screen
+from nvfp4.tuner.outcome import Wrong
+from nvfp4.tuner.routing import relabel, relabelings, routed_ids
+from nvfp4.tuner.run import tune
+from nvfp4.tuner.workload import problems_of_model
+
+MOE = Problem(op="moe", n=48, k=64, experts=4, top_k=2, activation="swiglu")
+GROUPED = Problem(op="grouped_gemm", n=40, k=64, experts=4)
+BOTH = pytest.mark.parametrize("problem", [MOE, GROUPED], ids=lambda problem: problem.op)
+DEVICE, CPU, MS = replace(fake_device(), l2_bytes=64 << 10), torch.device("cpu"), (1, 2, 33)
+MODULES = {"moe": cpu_moe, "grouped_gemm": cpu_grouped}
+
+
+def kernel_of(problem):
+    return registry.get("cpu_moe" if problem.op == "moe" else "cpu_grouped")
+
+
+def entrant(problem, rows=16):
+    kernel = kernel_of(problem)
+    return Entrant(kernel=kernel.name, config=kernel.config_type(block_rows=rows, threads=0).to_json())
+
+
+@pytest.fixture
+def measurer():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    measurer = Measurer("cpu")
+    yield measurer
+    measurer.close()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def wrap(monkeypatch):
+    """wrap(problem, change): the CPU kernel's launcher runs, and `change(arguments, out)` after it."""
+
+    def wrap(problem, change):
+        launch = MODULES[problem.op]._Launch
+        whole = launch.__call__
+
+        def call(self, *arguments):
+            whole(self, *arguments)
+            change(arguments[:-1], arguments[-1])
+
+        monkeypatch.setattr(launch, "__call__", call)
+
+    return wrap
+
+
+def screen(measurer, pace, problem, ms=MS, **fields):
+    said = []
+    request = Screen(device=DEVICE, problem=problem, entrant=entrant(problem), ms=ms, all_ms=MS, pace=pace, **fields)
+    done = measurer.screen(request, said.append)
+    return [body for body in said if isinstance(body, Row)], done
+
+
+@pytest.mark.parametrize("routing", ROUTINGS)
+@pytest.mark.parametrize("top_k", [1, 3])
+def test_a_token_has_distinct_experts_and_every_run_the_same(routing, top_k):
+    ids = routed_ids(routing, 8, 100, top_k)
+    assert ids.shape == (100, top_k) and ids.dtype == torch.int32
+    assert all(len(set(row)) == top_k and set(row) <= set(range(8)) for row in ids.tolist())
+    assert torch.equal(ids, routed_ids(routing, 8, 100, top_k))
+
+
+def counts(routing, experts, tokens, top_k):
+    return torch.bincount(routed_ids(routing, experts, tokens, top_k).flatten(), minlength=experts)
+
+
+def test_balanced_experts_differ_by_one_token_at_any_m():
+    ids = routed_ids("balanced", 6, 50, 4)
+    for m in range(1, 50):
+        found = torch.bincount(ids[:m].flatten(), minlength=6)
+        assert int(found.max() - found.min()) <= 1
+
+
+def test_random_experts_are_alike_and_skewed_ones_follow_zipf():
+    assert (
+        0.9 * 2500 < int(counts("random", 8, 20_000, 1).min()) <= int(counts("random", 8, 20_000, 1).max()) < 1.1 * 2500
+    )
+    skewed = counts("skewed", 8, 20_000, 1).double()
+    expected = 20_000 / torch.arange(1, 9) / (1 / torch.arange(1, 9)).sum()
+    assert torch.allclose(skewed, expected.double(), rtol=0.1)
+
+
+def test_slots_beyond_the_experts_are_nobodys():
+    for routing in ROUTINGS:
+        ids = routed_ids(routing, 3, 5, 8)
+        assert (ids[:, 3:] == -1).all() and all(sorted(row) == [0, 1, 2] for row in ids[:, :3].tolist())
+
+
+def test_relabelings_are_permutations_that_keep_absent_slots():
+    orders = relabelings(5, 4)
+    assert orders[0].tolist() == [0, 1, 2, 3, 4] and all(sorted(order) == [0, 1, 2, 3, 4] for order in orders.tolist())
+    assert len({tuple(order) for order in orders.tolist()}) > 1
+    assert relabel(torch.tensor([[0, -1], [4, 2]]), torch.tensor([3, 4, 0, 1, 2])).tolist() == [[3, -1], [2, 0]]
+
+
+@BOTH
+def test_every_m_is_timed_with_every_routing(measurer, pace, problem):
+    rows, done = screen(measurer, pace, problem)
+    assert done == Done()
+    assert [(row.m, row.routing) for row in rows] == [(m, routing) for m in (1, 33, 2) for routing in ROUTINGS]
+    assert all(row.status == "ok" and row.relative_error < 5e-3 and row.p50_us > 0 for row in rows)
+
+
+@BOTH
+def test_a_race_times_all_entrants_with_every_routing(measurer, pace, problem):
+    said = []
+    entrants = (entrant(problem), entrant(problem, 32))
+    request = Race(device=DEVICE, problem=problem, entrants=entrants, m=8, all_ms=(8,), pace=pace)
+    assert measurer.race(request, said.append) == Done()
+    rows = [(row.routing, row.config, row.status) for row in said if isinstance(row, Row)]
+    assert rows == [(routing, one.config, "ok") for routing in ROUTINGS for one in entrants]
+
+
+def negate_last(arguments, out):
+    out[-1] *= -1
+
+
+def scale_all(arguments, out):
+    out *= 1.02
+
+
+def nan_at_the_end(arguments, out):
+    out[-1, -1] = float("nan")
+
+
+def zero_behind(arguments, out):
+    m, n = out.shape
+    out.as_strided((m + 1, n), (n, 1)).select(0, m).zero_()
+
+
+def change_weights(arguments, out):
+    weight = arguments[0].w13 if len(arguments) == 1 else arguments[1]
+    weight[0, 0, 0] += 1
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("change", "status", "detail"),
+    [
+        (negate_last, "wrong", "random options: "),
+        (scale_all, "wrong", "random options: relative error"),
+        (nan_at_the_end, "nan", "NaN or elements never written"),
+        (zero_behind, "wrong", "wrote outside its output"),
+        (change_weights, "wrong", "changed x or the weights"),
+    ],
+)
+def test_what_is_wrong_is_seen(measurer, pace, wrap, problem, change, status, detail):
+    wrap(problem, change)
+    rows, _ = screen(measurer, pace, problem)
+    assert [row.status for row in rows] == [status] and detail in rows[0].detail
+
+
+def test_an_error_at_a_larger_m_with_one_routing_only_is_seen(measurer, pace, wrap):
+    def change(arguments, out):
+        local = arguments[0].topk_ids
+        if out.shape[0] == 33 and bool((local >= 0).all()) and int(torch.bincount(local.flatten()).max()) > 22:
+            out *= 1.02  # of 66 pairs in balance an expert has 16 or 17
+
+    wrap(MOE, change)
+    rows, _ = screen(measurer, pace, MOE, ms=(33,))
+    assert rows[-1].status == "wrong" and rows[-1].detail.startswith("m=33, skewed: relative error")
+    assert [row.routing for row in rows[:-1]] == ["balanced", "random"]
+
+
+@pytest.mark.parametrize(
+    "dropped", ["w13_bias", "w2_bias", "pre_quant_scale", "w2_pre_quant_scale", "expert_map", "constants"]
+)
+def test_a_kernel_that_ignores_an_option_is_wrong(measurer, pace, monkeypatch, dropped):
+    whole = cpu_moe._Launch.__call__
+    plain = cpu_moe._Launch  # for its name
+
+    def call(self, arguments, out):
+        ignored = (float("inf"), 1.0, 1.0) if dropped == "constants" else None
+        whole(self, replace(arguments, **{dropped: ignored}), out)
+
+    monkeypatch.setattr(plain, "__call__", call)
+    rows, _ = screen(measurer, pace, MOE)
+    assert [row.status for row in rows][-1] == "wrong"
+    assert "random options" in rows[-1].detail
+
+
+def test_launches_read_three_times_the_cache():
+    problem = replace(MOE, experts=64, top_k=1)  # 324 KiB of weights, 5 KiB an expert
+    device = replace(DEVICE, l2_bytes=32 << 10)
+    trial = ExpertsTrial(device, CPU, problem, (1, 64), lambda: None)
+    seen = []
+    for m in (1, 64):
+        launches = trial.launches(lambda arguments, out: seen.append(arguments), "checkpoint", m, "balanced")
+        for launch in launches:
+            launch()
+    one, many = seen[:-2], seen[-2:]
+    expert_bytes = problem.weight_bytes / 64
+    assert len(one) == -(-3 * (32 << 10) // int(expert_bytes))
+    assert len({(a.w13.data_ptr(), int(a.topk_ids)) for a in one}) > len(one) // 2  # hardly any expert twice
+    assert len({a.w13.data_ptr() for a in many}) == 2  # all experts, so two copies suffice
+    assert sorted(many[1].topk_ids.flatten().tolist()) == list(range(64))
+    with pytest.raises(Wrong, match="no experts in layout 'other'"):
+        trial.check(None, "other", 1, "balanced")
+
+
+def measured(problem, m, routing, us, protocol="screen"):
+    return Measurement(
+        device=DEVICE, environment=Environment(nvfp4="0", torch="0", timing=TIMING), problem=problem, kernel="cpu_moe",
+        config="{}", layout="checkpoint", implementation="i", m=m, status="ok", protocol=protocol, routing=routing,
+        p50_us=us,
+    )  # fmt: skip
+
+
+def test_an_m_without_all_its_routings_is_still_to_be_measured():
+    known, one = Known({"cpu_moe": "i"}), Entrant(kernel="cpu_moe", config="{}")
+    for routing, us in (("balanced", 1.0), ("random", 8.0)):
+        known.add(measured(MOE, 4, routing, us))
+    assert known.screens == {} and known.best_us() == {}
+    known.add(measured(MOE, 4, "skewed", 27.0))
+    assert known.screens[one][4].p50_us == pytest.approx(6.0)
+    assert known.best_us() == {4: pytest.approx(6.0)}
+
+
+def test_tuning_leaves_plans_and_the_next_run_measures_nothing(tmp_path, pace, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    arguments = {"device": "cpu", "store_path": tmp_path / "t.db", "pace": pace, "quick": True}
+    first = tune([MOE, GROUPED], (24,), **arguments)
+    assert first.exit_code == 0 and first.failures == {}
+    with Store.open(tmp_path / "t.db", readonly=True) as store:
+        for problem in (MOE, GROUPED):
+            (interval,) = first.plans[problem].intervals()
+            assert (interval.kernel, interval.m_hi) == (kernel_of(problem).name, None)
+            assert store.load_plan(describe("cpu"), problem).id == first.plans[problem].id
+            rows = store.measurements(describe("cpu"), problem)
+            assert {row.kernel for row in rows} == {interval.kernel}
+            assert {(row.protocol, row.routing) for row in rows} == {
+                (protocol, routing) for protocol in ("screen", "final") for routing in ROUTINGS
+            }
+    assert tune([MOE, GROUPED], (24,), **arguments).measured == 0
+
+
+def test_memory_that_experts_need_counts_two_copies_of_all():
+    assert least_bytes(MOE, (1, 8)) > 2 * MOE.weight_bytes
+    assert least_bytes(replace(MOE, experts=400), (1, 8)) > 100 * MOE.weight_bytes
+
+
+def test_problems_as_text():
+    assert parse_moe("experts=4,top_k=2,hidden=64,inter=48") == MOE
+    assert parse_moe(" TOP_K=2, experts=4,inter=48,hidden=64,activation=silu", dtype="bfloat16") == MOE
+    assert parse_grouped("experts=4,n=40,k=64", dtype="float16") == replace(GROUPED, dtype="float16")
+    for problem in (MOE, GROUPED, Problem(n=40, k=64)):
+        assert parse_problem(shape_words(problem)) == problem
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("experts=4,top_k=2,hidden=64", "expected experts=8,top_k=2,hidden=256,inter=128,activation=swiglu"),
+        ("experts=4,top_k=2,hidden=64,inter=48,inter=48", "expected experts=8"),
+        ("experts=4,top_k=2,hidden=64,inter=48,limit=7", "expected experts=8"),
+        ("4,2,64,48", "expected experts=8"),
+        ("experts=0,top_k=2,hidden=64,inter=48", "experts; got '0'; expected a whole number above 0"),
+        ("experts=4,top_k=2,hidden=64,inter=40", "inter; got 40; expected a multiple of 16"),
+        ("experts=4,top_k=2,hidden=64,inter=48,activation=mish", "unknown activation; got 'mish'"),
+    ],
+)
+def test_text_that_means_no_problem(text, words):
+    with pytest.raises(InvalidInput, match=re.escape(words)):
+        parse_moe(text)
+
+
+def test_a_grouped_k_is_a_multiple_of_16():
+    with pytest.raises(InvalidInput, match="k; got 40; expected a multiple of 16"):
+        parse_problem("experts=4,n=40,k=40")
+
+
+@pytest.mark.parametrize(
+    ("name", "tp", "expected"),
+    [
+        ("qwen3-30b-a3b", 1, Problem(op="moe", n=768, k=2048, experts=128, top_k=8, activation="swiglu")),
+        ("qwen3-30b-a3b", 4, Problem(op="moe", n=192, k=2048, experts=128, top_k=8, activation="swiglu")),
+        ("gpt-oss-20b", 2, Problem(op="moe", n=1440, k=2880, experts=32, top_k=4, activation="swigluoai")),
+        ("gemma-4-26b-a4b", 1, Problem(op="moe", n=704, k=2816, experts=128, top_k=8, activation="geglu_tanh")),
+        ("nemotron-3-nano-30b-a3b", 1, Problem(op="moe", n=1856, k=2688, experts=128, top_k=6, activation="relu2")),
+        ("kimi-k3", 1, Problem(op="moe", n=3072, k=3584, experts=896, top_k=16, activation="situ")),
+    ],
+)
+def test_a_model_brings_its_experts(name, tp, expected):
+    assert [problem for problem in problems_of_model(name, tp=tp) if problem.op != "gemm"] == [expected]
+
+
+def test_experts_that_do_not_divide_are_left_out_with_a_warning():
+    with pytest.warns(UserWarning, match="gpt-oss-20b: its experts are left out: 2880 rows are not divided over 8"):
+        assert all(problem.op == "gemm" for problem in problems_of_model("gpt-oss-20b", tp=8))

@@ -1,0 +1,121 @@
+"""Problems of experts: from text such as "experts=8,top_k=2,hidden=256,inter=128", and from a shipped model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+from ..errors import InvalidInput, message
+from ..kernels.moe.activations import activation
+from ..kernels.problem import DTYPES, Problem
+
+__all__ = ["parse_grouped", "parse_moe", "parse_problem", "problem_of_experts"]
+
+GROUP = 16  # weights per block scale
+MOE = "experts=8,top_k=2,hidden=256,inter=128,activation=swiglu"
+GROUPED = "experts=8,n=256,k=128"
+
+
+def parse_moe(text: str, *, dtype: str = "bfloat16") -> Problem:
+    """A problem of moe from "experts=8,top_k=2,hidden=256,inter=128,activation=swiglu"; swiglu may be left out.
+
+    Raises
+    ------
+    InvalidInput
+        A name is missing, unknown or named twice; a size is no whole number above 0, hidden or inter no multiple of
+        16; or the activation is unknown.
+    """
+    found = _fields(text, "--moe", ("experts", "top_k", "hidden", "inter"), MOE, {"activation": "swiglu"})
+    sizes = {name: _size(name, found[name], MOE) for name in ("experts", "top_k", "hidden", "inter")}
+    _check(sizes, ("hidden", "inter"), dtype)
+    return Problem(
+        op="moe",
+        n=sizes["inter"],
+        k=sizes["hidden"],
+        dtype=dtype,
+        experts=sizes["experts"],
+        top_k=sizes["top_k"],
+        activation=activation(found["activation"]).name,
+    )
+
+
+def parse_grouped(text: str, *, dtype: str = "bfloat16") -> Problem:
+    """A problem of grouped_gemm from "experts=8,n=256,k=128": out_features and in_features of every expert.
+
+    Raises
+    ------
+    InvalidInput
+        As for `parse_moe`.
+    """
+    found = _fields(text, "--grouped", ("experts", "n", "k"), GROUPED, {})
+    sizes = {name: _size(name, value, GROUPED) for name, value in found.items()}
+    _check(sizes, ("k",), dtype)
+    return Problem(op="grouped_gemm", n=sizes["n"], k=sizes["k"], dtype=dtype, experts=sizes["experts"])
+
+
+def parse_problem(text: str, *, dtype: str = "bfloat16") -> Problem:
+    """A problem of any op: what `parse_moe`, `parse_grouped` or `workload.parse_shape` takes.
+
+    Raises
+    ------
+    InvalidInput
+        As for these.
+    """
+    from .workload import parse_shape
+
+    if "=" not in text:
+        return parse_shape(text, dtype=dtype)
+    names = {part.partition("=")[0].strip() for part in text.lower().split(",")}
+    return (parse_moe if names & {"hidden", "inter", "top_k"} else parse_grouped)(text, dtype=dtype)
+
+
+def problem_of_experts(
+    model: str, moe: Mapping[str, int | float | str | bool], *, tp: int, dtype: str
+) -> Problem | None:
+    """The routed experts of a shipped model on one tensor parallel rank: all of them, each with its share of `inter`.
+
+    None, with a warning, where that share is no multiple of 16. Constants of an activation change no problem.
+    """
+    inter = int(moe["inter"])
+    if inter % (tp * GROUP):
+        warnings.warn(
+            f"{model}: its experts are left out: {inter} rows are not divided over {tp} ranks in blocks of {GROUP}",
+            UserWarning,
+            stacklevel=3,
+        )
+        return None
+    return Problem(
+        op="moe",
+        n=inter // tp,
+        k=int(moe["hidden"]),
+        dtype=dtype,
+        experts=int(moe["experts"]),
+        top_k=int(moe["topk"]),
+        activation=activation(str(moe["activation"]).partition("(")[0]).name,
+    )
+
+
+def _fields(
+    text: str, option: str, needed: tuple[str, ...], example: str, defaults: Mapping[str, str]
+) -> dict[str, str]:
+    """Values by name, all lower case."""
+    parts = [tuple(side.strip() for side in part.split("=")) for part in text.lower().split(",")]
+    names = [part[0] for part in parts]
+    wrong = any(len(part) != 2 for part in parts) or len(set(names)) < len(names)
+    if wrong or not set(needed) <= set(names) <= {*needed, *defaults}:
+        raise InvalidInput(message(option, got=repr(text), expected=example))
+    return {**defaults, **{part[0]: part[1] for part in parts}}
+
+
+def _size(name: str, text: str, example: str) -> int:
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
+        raise InvalidInput(message(name, got=repr(text), expected=f"a whole number above 0, as in {example}"))
+    return int(text)
+
+
+def _check(sizes: Mapping[str, int], in_blocks: tuple[str, ...], dtype: str) -> None:
+    for name in in_blocks:
+        if sizes[name] % GROUP:
+            raise InvalidInput(message(name, got=sizes[name], expected=f"a multiple of {GROUP}"))
+    if dtype not in DTYPES:
+        raise InvalidInput(message("activation dtype", got=repr(dtype), expected=f"one of {DTYPES}"))
