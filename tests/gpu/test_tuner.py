@@ -4,6 +4,7 @@ import gc
 
 import pytest
 import torch
+from nvfp4.cache.routings import routings_of
 from nvfp4.kernels import registry
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.problem import Problem
@@ -16,6 +17,10 @@ pytestmark = [
 ]
 
 PROBLEM = Problem(n=1024, k=2048)
+EXPERTS = (
+    Problem(op="moe", n=256, k=512, experts=16, top_k=4, activation="swiglu"),
+    Problem(op="grouped_gemm", n=512, k=256, experts=16),
+)
 MS = (1, 16, 64, 256, 1024)
 PACE = Pace(rounds=9)
 
@@ -63,22 +68,23 @@ def test_a_round_ranks_a_small_and_a_large_product_and_reads_the_clock(timer):
         replay.close()
 
 
-def default_entrant():
+def default_entrant(problem):
     device = describe("cuda:0")
-    for kernel in registry.kernels("gemm"):
-        if kernel.supports(device, PROBLEM):
-            served = [m for m in MS if kernel.is_valid(device, PROBLEM, kernel.default_config(device, PROBLEM, m), m)]
+    for kernel in registry.kernels(problem.op):
+        if kernel.supports(device, problem):
+            served = [m for m in MS if kernel.is_valid(device, problem, kernel.default_config(device, problem, m), m)]
             if served:
-                config = kernel.default_config(device, PROBLEM, served[0])
-                ms = tuple(m for m in MS if kernel.is_valid(device, PROBLEM, config, m))
+                config = kernel.default_config(device, problem, served[0])
+                ms = tuple(m for m in MS if kernel.is_valid(device, problem, config, m))
                 return device, Entrant(kernel=kernel.name, config=config.to_json()), ms
     pytest.skip("no kernel supports this device")
 
 
-def test_measuring_gives_all_memory_back():
+@pytest.mark.parametrize("problem", [PROBLEM, *EXPERTS], ids=lambda problem: problem.op)
+def test_measuring_gives_all_memory_back(problem):
     from nvfp4.tuner.measure import Measurer
 
-    device, entrant, ms = default_entrant()
+    device, entrant, ms = default_entrant(problem)
     before_stream = torch.cuda.current_stream()
     torch.cuda.synchronize()
     gc.collect()
@@ -86,17 +92,27 @@ def test_measuring_gives_all_memory_back():
     left = []
     for _ in range(2):  # the first time, libraries and kernels take what they keep: cuBLAS workspaces, counters
         said = []
-        screen = Screen(device=device, problem=PROBLEM, entrant=entrant, ms=ms, all_ms=MS, pace=PACE)
+        screen = Screen(device=device, problem=problem, entrant=entrant, ms=ms, all_ms=MS, pace=PACE)
         assert measurer.screen(screen, said.append).tainted == ""
-        race = Race(device=device, problem=PROBLEM, entrants=(entrant,), m=ms[0], all_ms=MS, pace=PACE)
+        race = Race(device=device, problem=problem, entrants=(entrant,), m=ms[0], all_ms=MS, pace=PACE)
         assert measurer.race(race, said.append).tainted == ""
         rows = [body for body in said if isinstance(body, Row)]
         assert {row.status for row in rows} == {"ok"}, [row.detail for row in rows]
+        assert {row.routing for row in rows} == set(routings_of(problem))
         measurer.close()
         gc.collect()
         left.append(torch.cuda.memory_allocated())
     assert left[1] == left[0]
     torch.cuda.set_stream(before_stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("problem", EXPERTS, ids=lambda problem: problem.op)
+def test_a_small_tuning_of_experts_finds_a_plan(tmp_path, problem):
+    result = tune((problem,), (1, 16, 256), store_path=tmp_path / "t.db", quick=True, budget_s=60.0)
+    assert result.exit_code == 0, result.failures
+    plan = result.plans[problem]
+    assert plan.intervals()[0].m_lo == 1 and plan.intervals()[-1].m_hi is None
 
 
 @pytest.mark.slow
