@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,18 +29,32 @@ class Asynchronous:
 
     block: Block
     number: int
-    thread: Array  # of its lanes
+    clock: Array  # which threads of the cluster its lanes are
     live: Array
     at: Array
     _get: Callable[..., Array]
     _put: Callable[..., None]
     _address: Callable[[str, int], Array]
-    _shared: Callable[[str, int, Array], Array]
+    _shared: Callable[..., Array]
 
     def __init__(self) -> None:
+        self.cluster_parity = 0
+        # Loads from shared memory that may not have returned: targets, and what they read.
+        self.loads: list[tuple[str, Array]] = []
         self.waits_for: tuple[Barrier, int] | None = None  # and the parity of its phase
         # Groups of (where, bytes, threads); the last one is open.
         self.copies: list[list[tuple[Array, Array, Array]]] = [[]]
+
+    def _loads(self, where: Array, targets: str, threads: Array) -> None:
+        self.block.order.read(threads, where)
+        self.loads.append((targets, where))
+
+    def _returned(self, operand: str) -> None:
+        """Who uses what a load brings waits for it, and so for those before it."""
+        for i, (targets, _) in enumerate(self.loads):
+            if operand in _names(targets):
+                del self.loads[: i + 1]
+                return
 
     def _cp(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         """Bytes of the source are taken at once and arrive as late as they may; until then there are NaNs."""
@@ -63,17 +78,17 @@ class Asynchronous:
             read = size > 0
             values = np.zeros(where.shape, np.uint8)
             values[read] = self.block.memory.data[self.block.memory.where(self._address(ops[1], 64)[run][read], PIECE)]
-            order.write(self.thread[run], where, under_way=True)
+            order.write(self.clock[run], where, under_way=True)
             self.block.smem[where] = POISON
-            self.copies[-1].append((where, values, self.thread[run]))
+            self.copies[-1].append((where, values, self.clock[run]))
 
     def _arrive_later(self, ops: tuple[str, ...], run: Array) -> None:
         """All copies of these lanes, then their arrivals, in the order in which the warp asked for them."""
         assert (run == self.live).all(), "lanes of a warp that arrive for their copies one by one"
         order, copies, self.copies = self.block.order, self.copies.pop(), [*self.copies, []]
-        barrier = self._barrier(ops[0], run)
+        barrier = self._mbarrier_at(ops[0], run)
         times = order.now.diagonal().copy()
-        known = order.release(self.thread[run])
+        known = order.release(self.clock[run])
 
         def land() -> None:
             for where, values, threads in copies:
@@ -88,14 +103,17 @@ class Asynchronous:
         assert run.sum() == 1 and size % PIECE == 0
         start, source = int(self._address(ops[0], 32)[run][0]), int(self._address(ops[1], 64)[run][0])
         pieces = np.arange(0, size, PIECE)
-        assert start % PIECE == 0 and 0 <= start <= len(self.block.smem) - size, "outside of shared memory"
+        assert start % PIECE == 0 and self.block.owns(start, start + size), "outside of shared memory"
         where = start + np.arange(size)[None]
+        for targets, loaded in (load for warp in self.block.warps for load in warp.loads):
+            overtaken = ((loaded >= start) & (loaded < start + size)).any()
+            assert not overtaken, f"the load of {targets} may be on its way, and what it reads is overwritten"
         values = self.block.memory.data[self.block.memory.where(source + pieces, PIECE)].reshape(1, size)
-        barrier = self._barrier(ops[3], run)
-        order.write(self.thread[run], where, under_way=True)
+        barrier = self._mbarrier_at(ops[3], run)
+        order.write(self.clock[run], where, under_way=True)
         self.block.smem[where] = POISON
-        times = order.now[self.thread[run], self.thread[run]]
-        known = order.release(self.thread[run])
+        times = order.now[self.clock[run], self.clock[run]]
+        known = order.release(self.clock[run])
 
         def land() -> None:
             self.block.smem[where] = values
@@ -107,15 +125,15 @@ class Asynchronous:
     def _mbarrier(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         if not run.any():
             return
-        order, threads = self.block.order, self.thread[run]
+        order, threads = self.block.order, self.clock[run]
         if kinds[0] == "init":
             where = self._shared(ops[0], BARRIER_BYTES, run)
             order.write(threads, where)
             for (start, *_), arrivals in zip(where, self._get(ops[1])[run], strict=True):
-                self.block.barriers[int(start)] = Barrier(int(arrivals), len(order.now))
+                self.block.cluster.barriers[int(start)] = Barrier(int(arrivals), len(order.now))
             return
         at = ops[1] if kinds[0] == "arrive" else ops[0 if len(ops) == 2 else 1]
-        barrier = self._barrier(at, run)
+        barrier = self._mbarrier_at(at, run)
         if kinds[0] == "arrive":
             announced = int(self._get(ops[2])[run].sum()) if kinds[1] == "expect_tx" else 0
             barrier.arrive(order.release(threads), count=len(threads), announced=announced)
@@ -129,18 +147,72 @@ class Asynchronous:
                 self.waits_for = barrier, parity
                 self.at[run] -= 1
 
-    def _barrier(self, operand: str, run: Array) -> Barrier:
+    def _mbarrier_at(self, operand: str, run: Array) -> Barrier:
         """The one that all these lanes mean."""
         where = self._shared(operand, BARRIER_BYTES, run)
         (start,) = set(where[:, 0].tolist())
-        assert start in self.block.barriers, "a barrier that nobody has initialised"
-        self.block.order.read(self.thread[run], where)
-        return self.block.barriers[start]
+        return self._mbarrier_of(start, self.clock[run])
+
+    def _mbarrier_of(self, start: int, threads: Array) -> Barrier:
+        barriers = self.block.cluster.barriers
+        assert start in barriers, "a barrier that nobody has initialised"
+        self.block.order.read(threads, np.broadcast_to(start + np.arange(BARRIER_BYTES), (len(threads), BARRIER_BYTES)))
+        return barriers[start]
+
+    def _store_async(self, ops: tuple[str, ...], run: Array) -> None:
+        """Into any block of the cluster; these bytes complete on a barrier there."""
+        if not run.any():
+            return
+        order, cluster, threads = self.block.order, self.block.cluster, self.clock[run]
+        values = np.stack([self._get(part)[run] for part in _names(ops[1])], 1).view(np.uint8)
+        where = self._shared(ops[0], values.shape[1], run, of_cluster=True)
+        starts = self._shared(ops[2], BARRIER_BYTES, run, of_cluster=True)[:, 0]
+        order.write(threads, where, under_way=True)
+        times, known = order.now[threads, threads], order.release(threads)
+        for start in np.unique(starts):
+            self._send(int(start), starts == start, where, values, times, known)
+        assert (starts // cluster.stride == where[:, 0] // cluster.stride).all(), "a barrier of another block"
+
+    def _send(self, start: int, lanes: Array, where: Array, values: Array, times: Array, known: Array) -> None:
+        barrier = self._mbarrier_of(start, self.clock[:1])
+        target = self.block.cluster.blocks[start // self.block.cluster.stride]
+        assert not target.done, "the block that this is for has ended"
+
+        def land() -> None:
+            target.smem[where[lanes]] = values[lanes]
+            target.order.landed(where[lanes], times[lanes])
+            barrier.arrive(known, announced=-values[lanes].size)
+
+        target.under_way.append((-1, land))
+
+    def _mapa(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        cluster = self.block.cluster
+        rank = self._get(ops[2])
+        assert (rank[run] < len(cluster.blocks)).all(), "no such block in the cluster"
+        self._put(ops[0], (self._get(ops[1]) % cluster.stride + rank * cluster.stride).astype(np.uint32), run)
+
+    def _barrier(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        """Of the cluster. The fence that must come before a relaxed arrival is taken to be there."""
+        assert kinds[0] == "cluster" and (run == self.live).all()
+        barrier, order = self.block.cluster.barrier, self.block.order
+        if kinds[1] == "arrive":
+            barrier.arrive(order.release(self.clock[run]), count=1)
+        elif barrier.passed(self.cluster_parity):
+            order.acquire(self.clock[run], barrier.known)
+            self.cluster_parity ^= 1
+        else:
+            self.waits_for = barrier, self.cluster_parity
+            self.at[run] -= 1
 
     def _bar(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert kinds == ["warp", "sync"] and (run == self.live).all(), "a barrier that some lanes do not reach"
-        self.block.order.meet(self.thread[run])
+        self.block.order.meet(self.clock[run])
 
     def _elect(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert (run == self.live).all()
         self._put(ops[0].partition("|")[2], np.arange(LANES) == np.flatnonzero(run)[0], run)
+
+
+@cache
+def _names(operand: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in operand.strip("{}").split(","))

@@ -35,7 +35,8 @@ class Program:
     code: tuple[Instruction, ...]
     labels: dict[str, int]  # what they stand before
     parameters: tuple[int, ...]  # where each begins among their bytes, and where the last one ends
-    symbols: dict[str, int]  # addresses of parameters and of dynamic shared memory
+    symbols: dict[str, int]  # addresses of parameters
+    shared: tuple[str, ...]  # names of dynamic shared memory
 
 
 def parse(text: str) -> Program:
@@ -60,14 +61,14 @@ def parse(text: str) -> Program:
                 scopes[-1].update((name, f"{name}@{blocks}") for name in _declared(token))
         elif token != ";" and not token.startswith(".pragma"):
             code.append(_instruction(token.rstrip(";").strip(), scopes))
-    symbols = dict.fromkeys(_DYNAMIC.findall(head), 0)
+    symbols: dict[str, int] = {}
     places = [0]
     for align, kind, name, count in _PARAMETER.findall(head):
         size = int(kind) // 8 * int(count or 1)
         start = -(-places[-1] // int(align or size)) * int(align or size)
         symbols[name] = places[-1] = start
         places.append(start + size)
-    return Program(tuple(code), labels, tuple(places), symbols)
+    return Program(tuple(code), labels, tuple(places), symbols, tuple(_DYNAMIC.findall(head)))
 
 
 def _declared(token: str) -> list[str]:

@@ -21,7 +21,7 @@ Array = NDArray[Any]
 LANE = np.arange(LANES)
 G, Q = LANE // 4, LANE % 4  # rows and columns of the 8 x 8 matrices that a warp holds
 IGNORED = ("fence", "membar", "griddepcontrol")  # one block runs at a time, and one kernel
-PAUSES = ("mbarrier", "cp", "bar", "vote", "ldmatrix", "atom")  # others may run after these
+PAUSES = ("barrier", "mbarrier", "cp", "bar", "vote", "ldmatrix", "atom")  # others may run after these
 PAUSE = 1 / 8  # the probability
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
@@ -57,6 +57,7 @@ class Warp(Asynchronous):
         super().__init__()
         self.block, self.number = block, number
         self.thread = LANE + LANES * number
+        self.clock = self.thread + block.first_thread
         self.registers: dict[str, Array] = {}
         self.at = np.zeros(LANES, np.int64)  # every lane's next instruction
         self.live = np.ones(LANES, bool)
@@ -118,6 +119,7 @@ class Warp(Asynchronous):
         """As they are; what is narrower or wider than `bits` is converted."""
         kind = f"u{max(bits, 8) // 8}"
         if operand in self.registers:
+            self._returned(operand)
             value = self.registers[operand]
             return value if value.dtype == bool else value.astype(kind)
         if operand == "%tid.x":
@@ -126,8 +128,8 @@ class Warp(Asynchronous):
             return np.full(LANES, self.block.index["xyz".index(operand[-1])], kind)
         if operand.startswith("%nctaid."):
             return np.full(LANES, self.block.grid["xyz".index(operand[-1])], kind)
-        if operand in self.block.program.symbols:
-            return np.full(LANES, self.block.program.symbols[operand], kind)
+        if operand in self.block.symbols:
+            return np.full(LANES, self.block.symbols[operand], kind)
         assert operand[0] not in "%$" and "@" not in operand, f"{operand} was never written"
         number = int(operand[2:], 16) if operand.startswith("0f") else int(operand.rstrip("U"), 0)
         return np.full(LANES, number & ((1 << bits) - 1), np.uint64).astype(kind)
@@ -198,6 +200,9 @@ class Warp(Asynchronous):
         self._put(ops[0], value, run)
 
     def _prmt(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        for operand in ops[1:3]:
+            if operand[0] == "%":  # NVRTC takes registers that nobody wrote for bytes that nobody reads
+                self.registers.setdefault(operand, np.full(LANES, 0xFFFFFFFF, np.uint32))
         both, selector = self._get(ops[1], 64) | self._get(ops[2], 64) << 32, self._get(ops[3], 64)
         value = np.zeros(LANES, np.uint64)
         for i in range(4):
@@ -205,6 +210,11 @@ class Warp(Asynchronous):
             assert (nibble < 8).all(), "copies of a sign"
             value |= (both >> 8 * nibble & 0xFF) << 8 * i
         self._put(ops[0], value.astype(np.uint32), run)
+
+    def _dp2a(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert kinds == ["lo", "u32", "u32"]
+        (low, high), bytes_, add = _halves(self._get(ops[1])), self._get(ops[2]), self._get(ops[3])
+        self._put(ops[0], low * (bytes_ & 0xFF) + high * (bytes_ >> 8 & 0xFF) + add, run)
 
     def _bfi(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         field, into, at, length = (self._get(operand, 64) for operand in ops[1:])
@@ -264,7 +274,7 @@ class Warp(Asynchronous):
     def _ldmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert run.all() and kinds[3] == "x4"
         where = self._shared(ops[1], 16, run)
-        self.block.order.read(self.thread, where)
+        self._loads(where, ops[0], self.clock)
         rows = self.block.smem[where].view(np.uint32)  # [8 of each matrix, 4]
         for j, target in enumerate(_parts(ops[0])):
             self._put(target, rows[8 * j + G, Q], run)
@@ -293,11 +303,14 @@ class Warp(Asynchronous):
 
     # ---- memory ----
 
-    def _shared(self, operand: str, size: int, run: Array) -> Array:
+    def _shared(self, operand: str, size: int, run: Array, *, of_cluster: bool = False) -> Array:
         """Bytes [lanes that run, size] of shared memory."""
         start = self._address(operand, 32)[run]
         assert not (start % size).any(), f"shared memory is not read or written at a multiple of {size}"
-        assert start.min() >= 0 and start.max() + size <= len(self.block.smem), "outside of shared memory"
+        owners = self.block.cluster.blocks if of_cluster else [self.block]
+        for block in owners:
+            mine = start[start // self.block.cluster.stride == block.rank] if of_cluster else start
+            assert not mine.size or block.owns(mine.min(), mine.max() + size), "outside of shared memory"
         return np.asarray(start[:, None] + np.arange(size))
 
     def _place(self, space: str, operand: str, size: int, run: Array) -> tuple[Array, Array]:
@@ -314,7 +327,7 @@ class Warp(Asynchronous):
         if run.any():
             memory, where = self._place(kinds[0], ops[1], size * len(targets), run)
             if kinds[0] == "shared":
-                self.block.order.read(self.thread[run], where)
+                self._loads(where, ops[0], self.clock[run])
             values = memory[where].view(f"u{size}")
             for i, target in enumerate(targets):
                 lanes = np.zeros(LANES, values.dtype)
@@ -322,12 +335,14 @@ class Warp(Asynchronous):
                 self._put(target, lanes, run)
 
     def _st(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        if run.any():
+        if kinds[0] == "async":
+            self._store_async(ops, run)
+        elif run.any():
             bits = int(kinds[-1][1:])
             values = np.stack([self._get(source, bits)[run] for source in _parts(ops[1])], 1).view(np.uint8)
             memory, where = self._place(kinds[0], ops[0], values.shape[1], run)
             if kinds[0] == "shared":
-                self.block.order.write(self.thread[run], where)
+                self.block.order.write(self.clock[run], where)
             memory[where] = values
 
     def _atom(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:

@@ -1,11 +1,14 @@
 """Runs PTX on NumPy, so that a kernel's results, addresses and waits can be tested without a GPU.
 
 It knows the instructions that the kernels here for mma.sync consist of, and no more; an unknown one raises. What a GPU
-may hide is made as bad as it may be: warps, of several blocks, run one at a time from barrier to barrier, in an order
-drawn at random; shared memory starts as NaNs; copies by cp.async arrive when the thread that asked for them waits, and
-leave NaNs until then; a read or write outside of a buffer, or at an odd address, raises.
+may hide is made as bad as it may be: warps, of several blocks, run one at a time, in an order drawn at random; shared
+memory starts as NaNs; copies leave NaNs from when they are asked for until they arrive, which is when a thread waits
+for its own, or at random before an mbarrier completes. A read or write outside of a buffer, or at an odd one, raises.
 
-It does not see what depends on time or caches: fences between blocks, bank conflicts, copies that overtake reads.
+Accesses to shared memory are also compared with what orders them (`_ptx_order`), so a fault is seen whatever the timing
+of the run. A bulk copy may overtake loads that were issued before it: it must not overwrite what they read before
+something has used the last of them. What is not seen: fences between blocks, order in global memory, bank conflicts,
+and how ptxas moves instructions.
 """
 
 from __future__ import annotations
@@ -60,6 +63,18 @@ class GlobalMemory:
         return np.asarray(index)
 
 
+class Cluster:
+    """Blocks that see each other's shared memory, which is one after the other here."""
+
+    def __init__(self, blocks: int, threads: int, smem_bytes: int, *, ordered: bool) -> None:
+        self.stride = -(-smem_bytes // ALIGN) * ALIGN
+        self.smem = np.full(blocks * self.stride, POISON, np.uint8)
+        self.order = Order(blocks * threads, len(self.smem) if ordered else 0)
+        self.barriers: dict[int, Barrier] = {}
+        self.barrier = Barrier(blocks * threads // LANES, blocks * threads)  # of its warps
+        self.blocks: list[Block] = []
+
+
 class Block:
     """One block while it runs."""
 
@@ -68,32 +83,40 @@ class Block:
         program: Program,
         parameters: NDArray[np.uint8],
         memory: GlobalMemory,
+        cluster: Cluster,
         grid: tuple[int, int, int],
         index: tuple[int, int, int],
         threads: int,
         smem_bytes: int,
         rng: random.Random,
-        ordered: bool,
     ) -> None:
         self.program, self.parameters, self.memory = program, parameters, memory
         self.grid, self.index, self.rng = grid, index, rng
-        self.smem = np.full(smem_bytes, POISON, np.uint8)
-        self.order = Order(threads, smem_bytes if ordered else 0)
-        self.barriers: dict[int, Barrier] = {}
-        self.under_way: list[
-            tuple[int, Callable[[], None]]
-        ] = []  # copies: their warp if it has an order of them, or -1
+        self.cluster, self.smem, self.order = cluster, cluster.smem, cluster.order
+        self.rank = len(cluster.blocks)
+        self.first_thread = self.rank * threads
+        self._begin = self.rank * cluster.stride
+        self._end = self._begin + smem_bytes
+        self.symbols = program.symbols | dict.fromkeys(program.shared, self._begin)
+        # Copies: those of a warp arrive in its order, those of "warp -1" at any time.
+        self.under_way: list[tuple[int, Callable[[], None]]] = []
         self.warps = [Warp(self, number) for number in range(threads // LANES)]
         self._eager = rng.choice((0.02, 0.5, 0.98))  # how soon copies land
 
+    def owns(self, begin: int, end: int) -> bool:
+        """Whether these bytes of shared memory are the block's."""
+        return bool(self._begin <= begin and end <= self._end)
+
+    @property
+    def done(self) -> bool:
+        """Whether all warps have returned."""
+        return all(warp.done for warp in self.warps)
+
     def step(self) -> bool:
-        """A warp runs on, or a copy lands; False when all is done."""
+        """A warp runs on, or a copy lands; False when all warps wait for other blocks."""
         left = [warp for warp in self.warps if not warp.done]
-        if not left:
-            assert not self.under_way, "the block ends before its copies"
-            return False
         if all(warp.waits for warp in left):
-            self.order.meet(np.concatenate([warp.thread[warp.live] for warp in left]))
+            self.order.meet(np.concatenate([warp.clock[warp.live] for warp in left]))
             for warp in left:
                 warp.pass_barrier()
         ready = [warp for warp in left if not warp.waits and (warp.waits_for is None or _passed(*warp.waits_for))]
@@ -101,9 +124,10 @@ class Block:
             warps = [warp for warp, _ in self.under_way]
             first = [i for i, warp in enumerate(warps) if warp < 0 or warp not in warps[:i]]
             self.under_way.pop(self.rng.choice(first))[1]()
-        else:
-            assert ready, "all warps wait, and nothing is under way"
+        elif ready:
             max(ready, key=lambda warp: warp.rank).run()
+        else:
+            return False
         return True
 
 
@@ -119,6 +143,7 @@ def run(
     grid: tuple[int, int, int],
     threads: int,
     smem_bytes: int = 0,
+    cluster: int = 1,
     seed: int = 0,
     ordered: bool = True,
 ) -> None:
@@ -136,6 +161,8 @@ def run(
         Blocks, and threads (a multiple of 32) of a block along x.
     smem_bytes
         Dynamic shared memory of a block.
+    cluster
+        Blocks of a cluster, along x.
     seed
         Decides the order of blocks and warps, and when copies arrive.
     ordered
@@ -145,9 +172,9 @@ def run(
     Raises
     ------
     AssertionError
-        Reads or writes outside of buffers or at odd addresses, accesses to shared memory that nothing orders, warps that
-        wait for ever, a barrier that only some lanes of a warp reach, a register that is read before it is written, or
-        an instruction that this module does not know.
+        Reads or writes outside of buffers or at odd addresses, accesses to shared memory that nothing orders, warps
+        that wait for ever, a barrier that only some lanes of a warp reach, a register that is read before it is
+        written, or an instruction that this module does not know.
     """
     program, rng = parse(text), random.Random(seed)
     parameters = np.zeros(program.parameters[-1], np.uint8)
@@ -155,12 +182,19 @@ def run(
         content = value if isinstance(value, bytes) else (value & (1 << 64) - 1).to_bytes(8, "little")
         room = len(parameters) - start
         parameters[start : start + len(content)] = np.frombuffer(content[:room], np.uint8)
-    waiting = [(x, y, z) for x in range(grid[0]) for y in range(grid[1]) for z in range(grid[2])]
+    waiting = [(x, y, z) for x in range(0, grid[0], cluster) for y in range(grid[1]) for z in range(grid[2])]
     rng.shuffle(waiting)
     resident: list[Block] = []
     while waiting or resident:
         while waiting and len(resident) < RESIDENT:
-            resident.append(Block(program, parameters, memory, grid, waiting.pop(), threads, smem_bytes, rng, ordered))
-        block = rng.choice(resident)
-        if not block.step():
+            x, y, z = waiting.pop()
+            group = Cluster(cluster, threads, smem_bytes, ordered=ordered)
+            for i in range(cluster):
+                at = (x + i, y, z)
+                group.blocks.append(Block(program, parameters, memory, group, grid, at, threads, smem_bytes, rng))
+            resident += group.blocks
+        moved = any(block.step() for block in rng.sample(resident, len(resident)))
+        assert moved, "all warps wait, and nothing is under way"
+        for block in [block for block in resident if block.done]:
+            assert not block.under_way, "a block ends before its copies"
             resident.remove(block)

@@ -85,6 +85,7 @@ def simulate(monkeypatch):
                 grid=(grid_x, grid_y, grid_z),
                 threads=config.threads,
                 smem_bytes=self.smem_bytes,
+                cluster=self.cluster,
                 seed=order,
             )
             out.copy_(torch.from_numpy(memory.read(addresses[2], np.int16, out.numel())).view(out.dtype).view_as(out))
@@ -99,7 +100,7 @@ def simulate(monkeypatch):
     return simulated
 
 
-def config_of(capability, tokens, subtiles, row_groups, k_groups, chunk, stages, split):
+def config_of(capability, tokens, subtiles, row_groups, k_groups, chunk, stages, split, meet="memory"):
     return marlin.MarlinConfig(
         tokens=tokens,
         subtiles=subtiles,
@@ -108,12 +109,12 @@ def config_of(capability, tokens, subtiles, row_groups, k_groups, chunk, stages,
         chunk=chunk,
         stages=stages,
         split=split,
-        meet="memory",
+        meet=meet,
         copy="bulk" if capability >= (9, 0) else "async",
     )
 
 
-# Capability, dtype; N, K, M; tokens, subtiles, row groups, K groups, chunk, stages, split; seed (see `conformance.check`).
+# Capability, dtype; N, K, M; tokens, subtiles, row groups, K groups, chunk, stages, split; seed (`conformance.check`).
 CASES = [
     ((8, 0), "bfloat16", (64, 512, 8), (8, 2, 2, 1, 1, 2, 1), 0),  # x is shared; all its slots are used twice and more
     ((8, 0), "float16", (100, 656, 5), (8, 1, 4, 1, 1, 2, 1), 7),
@@ -124,6 +125,8 @@ CASES = [
     ((9, 0), "bfloat16", (64, 512, 8), (8, 2, 2, 1, 1, 2, 1), 0),
     ((9, 0), "float16", (232, 784, 7), (8, 8, 2, 2, 1, 2, 2), 3),
     ((9, 0), "bfloat16", (100, 512, 16), (16, 2, 1, 4, 2, 2, 4), 5),
+    ((9, 0), "float16", (150, 592, 7), (8, 2, 2, 2, 1, 2, 2, "cluster"), 6),
+    ((9, 0), "bfloat16", (70, 1040, 9), (16, 4, 1, 4, 1, 2, 4, "cluster"), 23),
     ((10, 0), "float16", (70, 400, 2), (8, 2, 3, 1, 1, 2, 1), 14),
     ((10, 0), "bfloat16", (64, 512, 1), (8, 4, 1, 4, 1, 2, 1), 4),
 ]
@@ -145,6 +148,7 @@ OWN = {  # each warp has its own
     "async": ((8, 0), Problem(n=64, k=512), config_of((8, 0), 8, 4, 1, 2, 1, 2, 1), 8),
     "bulk": ((9, 0), Problem(n=64, k=512), config_of((9, 0), 8, 4, 1, 2, 1, 2, 1), 8),
 }
+CLUSTER = {"bulk": ((9, 0), Problem(n=64, k=256), config_of((9, 0), 8, 4, 1, 2, 1, 2, 2, "cluster"), 5)}
 
 
 @pytest.mark.parametrize("copy", SHARED)
@@ -158,6 +162,7 @@ X_FREE = "if (i > 0) barrier_wait(x_free + x_next * 8, x_slot ? x_parity : x_par
 X_FULL = "if (SHARED_X) barrier_wait(x_full + x_slot * 8, x_parity);"
 FULL = "barrier_wait(bar, parity);"
 WARP = "__syncwarp();\n            "
+RETURNED = "const bool returned = __all_sync(0xffffffffu, (loaded & never) == 0);"
 MEET = "if (SHARED_X) __syncthreads();"
 FAULTS = {
     "x is refilled without a wait": (SHARED, (X_FREE, "")),
@@ -171,15 +176,20 @@ FAULTS = {
     "x is read without a wait": (SHARED, (X_FULL, "")),
     "weights are read without a wait": (OWN, (FULL, "")),
     "weights are refilled while lanes read them": (OWN, (WARP + ARRIVE, "")),
+    "weights are refilled while loads are on their way": (
+        {"bulk": OWN["bulk"]},
+        (RETURNED, "const bool returned = true;"),
+    ),
+    "another block is sent sums before its barrier is there": (CLUSTER, ("cluster_wait();", "")),
+    "sums are read before all blocks have sent them": (CLUSTER, ("barrier_wait_cluster(received, 0);", "")),
     "barriers of other warps are used before they are there": (SHARED, (MEET, "")),
 }
 
 
-@pytest.mark.parametrize("copy", SHARED)
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(("fault", "copy"), [(fault, copy) for fault in FAULTS for copy in FAULTS[fault][0]])
 def test_a_fault_in_the_order_is_seen(simulate, fault, copy):
     """With any timing, not only with one that shows in the result."""
     launches, *changes = FAULTS[fault]
     for order in range(3):
-        with pytest.raises(AssertionError, match="may be|wait, and nothing|initialised"):
+        with pytest.raises(AssertionError, match=r"may be|wait, and nothing|initialised|ends before"):
             simulate(*launches[copy], seed=0, order=order, changes=tuple(changes))
