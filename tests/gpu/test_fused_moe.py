@@ -4,7 +4,6 @@ import nvfp4
 import pytest
 import torch
 from nvfp4.kernels import reference
-from nvfp4.testing import assert_moe_close
 from nvfp4.testing.checkpoints import as_compressed_tensors, modelopt
 
 pytestmark = [
@@ -48,8 +47,9 @@ def expected(made, x, ids, weights):
     )  # fmt: skip
 
 
-def check(made, call, y):
-    assert_moe_close(y, expected(made, *call), hidden=HIDDEN, inter=INTER, top_k=TOP_K, dtype=torch.bfloat16)
+def assert_right(y, ref):
+    """One rounding leaves 1.7e-3; with so few tokens, one activation that is rounded the other way shows beside it."""
+    assert float((y.double() - ref).norm() / ref.norm()) < 2.0**-8
 
 
 @pytest.mark.parametrize("ct", [False, True])
@@ -59,7 +59,7 @@ def test_a_captured_graph_runs_with_the_weights_that_are_loaded_later(ct):
     made, call = made.cuda(), calls()
     with torch.inference_mode():
         nvfp4.warmup(made.problem(TOP_K))
-        check(made, call, made(*call))
+        assert_right(made(*call), expected(made, *call))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             y = made(*call)
@@ -68,7 +68,7 @@ def test_a_captured_graph_runs_with_the_weights_that_are_loaded_later(ct):
         made.load_state_dict(tensors(2, ct))
         graph.replay()
         torch.cuda.synchronize()
-    check(made, call, y)
+    assert_right(y, expected(made, *call))
     assert not torch.equal(y, first)
 
 
@@ -82,5 +82,4 @@ def test_ranks_add_up():
         assert made.expert_map.is_cuda
         with torch.inference_mode():
             total = total + made(*call).double()
-    ref = expected(whole, *call)
-    assert float((total - ref).norm() / ref.norm()) < 2.0**-7
+    assert_right(total, expected(whole, *call))
