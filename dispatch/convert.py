@@ -152,7 +152,7 @@ def _find(source: Checkpoint, name: str) -> LinearInfo | None:
             return source.linear(spelling)
         expert = expert_of(spelling)
         if expert is not None and expert[2] in source.experts.get(expert[0], {}).get(expert[1], {}):
-            return source.experts[expert[0]][expert[1]][expert[2]]
+            return source.linear(spelling)
     return None
 
 

@@ -138,6 +138,7 @@ class FusedMoE(ExpertStacks):
         if stored is None or shard is not None:
             read = load_experts(checkpoint, name, experts=experts, shard=shard, gate_up=gate_up, device=device)
             return cls.from_experts(read, num_experts=expert_source(checkpoint, name, gate_up).count, **options)
+        expert_source(checkpoint, name, gate_up)  # refuses other uses of such tensors
         infos = stored[min(stored)]
         by_role = {ROLES[leaf]: leaf for leaf in infos if leaf in ROLES}
         first = infos[by_role.get("up", next(iter(infos)))]

@@ -66,18 +66,20 @@ class Checkpoint:
         for spelling in aliases(name):
             if spelling in self.linears:
                 info = self.linears[spelling]
-                self._refuse_variant(info)
+                self.refuse_variant(info.name)
                 return info
             expert = expert_of(spelling)
             if expert and expert[2] in self.experts.get(expert[0], {}).get(expert[1], {}):
-                return self.experts[expert[0]][expert[1]][expert[2]]
+                info = self.experts[expert[0]][expert[1]][expert[2]]
+                self.refuse_variant(info.name)
+                return info
         raise self._why_not(name)
 
-    def _refuse_variant(self, info: LinearInfo) -> None:
+    def refuse_variant(self, name: str) -> None:
         """Raise where the config names a variant whose tensors look like NVFP4 but are used in another way."""
-        algo = self.config.answer(info.name).algo
+        algo = self.config.answer(name).algo
         if algo in ("NVFP4_SVD", "W4A8_NVFP4_FP8"):
-            raise Unsupported(message(f"layer {info.name} is quantised as {algo}", expected="NVFP4"))
+            raise Unsupported(message(f"layer {name} is quantised as {algo}", expected="NVFP4"))
 
     def _why_not(self, name: str) -> Nvfp4Error:
         for spelling in aliases(name):

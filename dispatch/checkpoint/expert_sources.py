@@ -78,8 +78,11 @@ def expert_source(checkpoint: Checkpoint, name: str, gate_up: str | None) -> Sou
         raise InvalidInput(message("wrong gate_up", got=repr(gate_up), expected='"halves" or "interleaved"'))
     for spelling in aliases(name):
         if spelling in checkpoint.experts:
+            for info in _layers(checkpoint, spelling):
+                checkpoint.refuse_variant(info.name)
             return Separate(checkpoint, spelling)
         if spelling in checkpoint.fused_experts:
+            checkpoint.refuse_variant(spelling)
             interleaved = gate_up == "interleaved" or (
                 gate_up is None and checkpoint.config.model.model_type in INTERLEAVED_MODELS
             )
@@ -210,6 +213,11 @@ class Stacked:
             bias=None if bias is None else bias[rows],
             pre_quant_scale=tensors.get("pre_quant_scale"),
         )
+
+
+def _layers(checkpoint: Checkpoint, name: str) -> Iterator[LinearInfo]:
+    for roles in checkpoint.experts[name].values():
+        yield from roles.values()
 
 
 def _one(name: str, factor: Tensor) -> Tensor:

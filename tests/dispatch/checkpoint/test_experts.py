@@ -1,5 +1,6 @@
 """Experts read into stacks: every family's names, 3-D files, global scales apart, ranges, and what is refused."""
 
+import nvfp4
 import pytest
 import torch
 from nvfp4.dispatch.checkpoint import Shard, expert_range, load_experts, open_checkpoint
@@ -299,3 +300,14 @@ def test_stacks_own_their_memory(write):
     got = load_experts(open_checkpoint(write(separate())), MLP)
     for tensor in (got.w13, got.w13_scale, got.w2, got.w2_scale, got.w13_scale_2, got.w2_scale_2):
         assert tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:.*does not call these layers NVFP4")
+@pytest.mark.parametrize("files", [separate, lambda: stacked(separate())])
+def test_experts_whose_tensors_only_look_like_nvfp4_are_refused(write, files):
+    hf = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {MLP: {"quant_algo": "W4A8_NVFP4_FP8"}}}
+    checkpoint = open_checkpoint(write(files(), hf=hf))
+    with pytest.raises(Unsupported, match=r"mlp\.experts.* is quantised as W4A8_NVFP4_FP8; expected NVFP4"):
+        load_experts(checkpoint, MLP)
+    with pytest.raises(Unsupported, match="W4A8_NVFP4_FP8"):
+        nvfp4.nn.FusedMoE.from_checkpoint(checkpoint, MLP)
