@@ -5,6 +5,8 @@ Each message says what was wrong, what was got, what was expected and what to do
 
 from __future__ import annotations
 
+import sys
+
 __all__ = [
     "BuildError",
     "DatabaseError",
@@ -14,6 +16,7 @@ __all__ = [
     "NotWarm",
     "Nvfp4Error",
     "Unsupported",
+    "caller_level",
     "message",
 ]
 
@@ -28,6 +31,14 @@ def message(what: str, *, got: object = None, expected: object = None, do: str =
     if do:
         parts.append(do)
     return "; ".join(parts)
+
+
+def caller_level() -> int:
+    """The `stacklevel` with which `warnings.warn`, called beside this, names the first line outside this package."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("nvfp4", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 class Nvfp4Error(Exception):

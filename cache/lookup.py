@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 
-from ..errors import DatabaseError
+from ..errors import DatabaseError, caller_level
 from ..kernels.problem import Device, Problem
 from .records import Plan
 
@@ -28,5 +28,5 @@ def find_plan(device: Device, problem: Problem) -> Plan | None:
     except DatabaseError as error:
         if error.reason != "missing" and not _warned:
             _warned = True
-            warnings.warn(f"tuning results are not used: {error}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"tuning results are not used: {error}", RuntimeWarning, stacklevel=caller_level())
         return None

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from ..cache.records import Plan
-from ..errors import BuildError, NotWarm, message
+from ..errors import BuildError, NotWarm, caller_level, message
 from ..kernels.device import describe
 from ..kernels.kernel import Launcher
 from ..kernels.problem import Device, Problem
@@ -104,7 +104,7 @@ def _build(torch_device: torch.device, problem: Problem, layout: str, load: Load
             continue
         break
     for name, reason in broken.items():
-        warnings.warn(f"kernel {name} {reason}; {problem.label} runs others", RuntimeWarning, stacklevel=2)
+        warnings.warn(f"kernel {name} {reason}; {problem.label} runs others", RuntimeWarning, stacklevel=caller_level())
     if decision.ignored:
         warnings.warn(
             message(
@@ -113,7 +113,7 @@ def _build(torch_device: torch.device, problem: Problem, layout: str, load: Load
                 do=f"tune again: {_command(problem)}",
             ),
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=caller_level(),
         )
     if not decision.tuned and (problem, layout) not in _announced:
         _announced.add((problem, layout))
@@ -121,7 +121,7 @@ def _build(torch_device: torch.device, problem: Problem, layout: str, load: Load
             f"{problem.label} is not tuned on {device.name} for weight layout {layout!r}: default kernels run, which "
             f"may be much slower. Tune it: {_command(problem)}",
             UntunedWarning,
-            stacklevel=2,
+            stacklevel=caller_level(),
         )
     launchers = {key: _guarded(launcher, torch_device) for key, launcher in built.items()}
     if load is not None:

@@ -78,6 +78,13 @@ def test_untuned_is_said_once_per_problem_and_names_the_command(exact, case):
     assert "nvfp4 tune --shape 32,64" in told[0] and "nvfp4 tune --shape 48,64" in told[1]
 
 
+def test_a_warning_points_to_the_line_of_the_user(exact, case):
+    c = case()
+    with pytest.warns(nvfp4.UntunedWarning) as seen:
+        nvfp4.gemm(c.x, c.weight, c.scale, c.gs)
+    assert [w.filename for w in seen if w.category is nvfp4.UntunedWarning] == [__file__]
+
+
 def test_layout_that_was_not_measured_counts_as_untuned(install, fake, set_plan, case, mirrored):
     install(fake("a"), fake("m", layout="mirrored"))
     set_plan(PROBLEM, checkpoint=[(1, None, "a", 64)])
