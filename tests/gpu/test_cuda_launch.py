@@ -194,7 +194,8 @@ class TestErrors:
         source.write_text(SOURCE)
         other = (9, 0) if CAPABILITY[0] != 9 else (12, 0)
         launch = CudaLaunch(compile_cuda(source, other, entry="add"), fields="PPPif", block=128, smem_bytes=0)
-        with pytest.raises(LaunchError, match=r"cannot be loaded; got CUDA_ERROR_"):
+        # The driver may notice when it loads the library, or only when it looks for the kernel.
+        with pytest.raises(LaunchError, match=r"(cannot be loaded|is not in its code); got CUDA_ERROR_"):
             launch.load(torch.cuda.current_device())
 
 
