@@ -45,12 +45,14 @@ lint: $(INSTALLED)
 
 # The wheel is made from the source distribution, so nothing that lies about here gets into it. Its environment sees the
 # dependencies in $(VENV), but not the editable install there: lines of a .pth file add folders without reading theirs.
+# CuTe DSL's is one of those, so its folder is named as well.
 WHEEL := $(VENV)/wheel
+CUTLASS := nvidia_cutlass_dsl/dsl_packages
 wheel: $(INSTALLED)
 	rm -rf $(WHEEL) build nvfp4.egg-info
 	$(BIN)/python -m build --no-isolation --outdir $(WHEEL) . > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	$(BIN)/python -m venv --without-pip $(WHEEL)/env
-	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
+	$(BIN)/python -c "import sysconfig; p = sysconfig.get_path('purelib'); print(p, p + '/$(CUTLASS)', sep='\n')" \
 		> "$$($(WHEEL)/env/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/dependencies.pth"
 	$(BIN)/pip --python $(WHEEL)/env/bin/python install --quiet --no-deps $(WHEEL)/*.whl
 	cd / && "$(CURDIR)/$(WHEEL)/env/bin/python" -I "$(CURDIR)/.ci/check_wheel.py" "$(CURDIR)/$(WHEEL)/env"
