@@ -32,7 +32,7 @@ EXCHANGE = """
 """
 
 
-def run(*parts, threads=64, source=None, seed=0):
+def run(*parts, threads=64, source=None, seed=0, ordered=True):
     memory = ptx.GlobalMemory()
     source = np.arange(4 * threads, dtype=np.float32) if source is None else source
     target = memory.add(np.zeros(4 * threads, np.float32))
@@ -44,6 +44,7 @@ def run(*parts, threads=64, source=None, seed=0):
         threads=threads,
         smem_bytes=16 * threads,
         seed=seed,
+        ordered=ordered,
     )
     return memory.read(target, np.float32, 4 * threads)
 
@@ -55,12 +56,24 @@ def test_copies_arrive():
     assert np.array_equal(run(COPY, COMMIT, WAIT, BARRIER, EXCHANGE), SWAPPED)
 
 
-@pytest.mark.parametrize(
-    "parts",
-    [(COPY, COMMIT, BARRIER), (COPY, WAIT, COMMIT, BARRIER), (COPY, COMMIT, WAIT), (COPY, COMMIT, BARRIER, WAIT)],
-)
+UNORDERED = [
+    (COPY, COMMIT, BARRIER),
+    (COPY, WAIT, COMMIT, BARRIER),
+    (COPY, COMMIT, WAIT),
+    (COPY, COMMIT, BARRIER, WAIT),
+]
+
+
+@pytest.mark.parametrize("parts", UNORDERED)
 def test_a_missing_wait_or_barrier_shows_as_nan(parts):
-    assert any(np.isnan(run(*parts, EXCHANGE, seed=seed)).any() for seed in range(4))
+    assert any(np.isnan(run(*parts, EXCHANGE, seed=seed, ordered=False)).any() for seed in range(4))
+
+
+@pytest.mark.parametrize("parts", UNORDERED)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_missing_wait_or_barrier_raises_whatever_the_timing(parts, seed):
+    with pytest.raises(AssertionError, match="may be (writing|reading)"):
+        run(*parts, EXCHANGE, seed=seed)
 
 
 def test_reads_outside_of_a_buffer_raise():
