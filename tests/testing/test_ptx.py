@@ -72,7 +72,7 @@ def test_a_missing_wait_or_barrier_shows_as_nan(parts):
 @pytest.mark.parametrize("parts", UNORDERED)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_missing_wait_or_barrier_raises_whatever_the_timing(parts, seed):
-    with pytest.raises(AssertionError, match="may be (writing|reading)"):
+    with pytest.raises(AssertionError, match=r"may be (writing|reading)"):
         run(*parts, EXCHANGE, seed=seed)
 
 
