@@ -26,9 +26,11 @@ def compared(db, fake, kernels):
         with Store.open(db) as store:
             store.add(rows)
             if plan:
-                store.save_plan(
-                    make_plan(fake.device, fake.problem, rows, kernels=kernels, environment=fake.environment, **options)
+                made = make_plan(
+                    fake.device, fake.problem, rows, kernels=kernels, environment=fake.environment, **options
                 )
+                assert made is not None
+                store.save_plan(made)
             return layout_report(store, fake.device, fake.problem, installed)
 
     return compare
