@@ -72,6 +72,16 @@ def test_no_config_is_valid_that_the_device_cannot_hold():
         assert c.threads * blocks_per_sm(H200, problem, c) <= 2048
 
 
+def test_k_is_not_split_further_than_fills_the_device():
+    """Such defaults were 1.4 to 1.7 times their neighbours' trend on an H200 (2026-11): six waves of clusters of 8."""
+    config = MarlinConfig(tokens=8, subtiles=8, row_groups=3, k_groups=2, chunk=1, stages=2, split=8)
+    for n, k in ((37888, 5120), (37984, 6144), (36864, 7168), (35072, 8192)):
+        problem = Problem(n=n, k=k)
+        assert "half of 8" in KERNEL.is_valid(H200, problem, config, 1).reason
+        assert KERNEL.default_config(H200, problem, 1).split <= 2
+    assert any(c.split == 8 for c in valid_configs(H200, Problem(n=512, k=2048), 8))  # where it takes so many
+
+
 def test_refusals_say_why():
     config = MarlinConfig(tokens=8, subtiles=2, row_groups=1, k_groups=8, chunk=1, stages=2, split=2)
     problem = Problem(n=4096, k=4096)
