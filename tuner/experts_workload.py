@@ -103,19 +103,19 @@ def _fields(
     names = [part[0] for part in parts]
     wrong = any(len(part) != 2 for part in parts) or len(set(names)) < len(names)
     if wrong or not set(needed) <= set(names) <= {*needed, *defaults}:
-        raise InvalidInput(message(option, got=repr(text), expected=example))
+        raise InvalidInput(message(f"{option} cannot be read", got=repr(text), expected=example))
     return {**defaults, **{part[0]: part[1] for part in parts}}
 
 
 def _size(name: str, text: str, example: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
-        raise InvalidInput(message(name, got=repr(text), expected=f"a whole number above 0, as in {example}"))
+        raise InvalidInput(message(f"wrong {name}", got=repr(text), expected=f"a whole number above 0, as in {example}"))
     return int(text)
 
 
 def _check(sizes: Mapping[str, int], in_blocks: tuple[str, ...], dtype: str) -> None:
     for name in in_blocks:
         if sizes[name] % GROUP:
-            raise InvalidInput(message(name, got=sizes[name], expected=f"a multiple of {GROUP}"))
+            raise InvalidInput(message(f"wrong {name}", got=sizes[name], expected=f"a multiple of {GROUP}"))
     if dtype not in DTYPES:
-        raise InvalidInput(message("activation dtype", got=repr(dtype), expected=f"one of {DTYPES}"))
+        raise InvalidInput(message("unknown dtype of activations", got=repr(dtype), expected=f"one of {DTYPES}"))

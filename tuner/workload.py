@@ -111,18 +111,19 @@ def _resolve(name: str) -> str:
     if wanted in names:
         return names[wanted]
     found = [known for low, known in names.items() if wanted and (low.startswith(wanted) or low.endswith(wanted))]
-    bare = [known for low, known in names.items() if low.split(" (")[0] == wanted]
-    if len(bare) == 1 or len(found) == 1:
-        return (bare if len(bare) == 1 else found)[0]
+    if len(found) == 1:
+        return found[0]
     if found:
-        raise InvalidInput(message("the model's name is not unique", got=repr(name), expected=f"one of {found}"))
+        raise InvalidInput(
+            message("the model's name is not unique", got=repr(name), expected=f"one of {', '.join(found)}")
+        )
     close = difflib.get_close_matches(wanted, names, n=5, cutoff=0.4)
     raise InvalidInput(
         message(
             "no shipped model has this name",
             got=repr(name),
-            expected=f"one like {[names[low] for low in close]}" if close else f"one of {list(names.values())}",
-            do="name the model's config.json or shapes (--shape N,K) instead",
+            expected=f"one like {', '.join(names[low] for low in close)}" if close else None,
+            do="see `nvfp4 tune --list-models`, or name the model's config.json or shapes (--shape N,K) instead",
         )
     )
 
@@ -146,7 +147,7 @@ def problems_of_linears(linears: Iterable[Linear], *, tp: int = 1, dtype: str = 
     if tp < 1:
         raise InvalidInput(message("tensor parallel size", got=tp, expected="at least 1"))
     if dtype not in DTYPES:
-        raise InvalidInput(message("activation dtype", got=repr(dtype), expected=f"one of {DTYPES}"))
+        raise InvalidInput(message("unknown dtype of activations", got=repr(dtype), expected=f"one of {DTYPES}"))
     linears = tuple(linears)
     names = {linear.name for linear in linears}
     parts = {
@@ -228,14 +229,18 @@ def parse_shape(text: str, *, dtype: str = "bfloat16") -> Problem:
     """
     parts = text.lower().replace("x", ",").split(",")
     if len(parts) != 2 or not all(part.strip().isascii() and part.strip().isdigit() for part in parts):
-        raise InvalidInput(message("a shape", got=repr(text), expected="N,K such as 4096,14336"))
+        raise InvalidInput(message("this is no shape of a layer", got=repr(text), expected="N,K such as 4096,14336"))
     n, k = (int(part) for part in parts)
     if n < 1 or k < GROUP or k % GROUP or max(n, k) >= 1 << 31:
         raise InvalidInput(
-            message("a shape", got=repr(text), expected=f"N of at least 1 and K a positive multiple of {GROUP}")
+            message(
+                "this is no shape of a layer",
+                got=repr(text),
+                expected=f"N of at least 1 and K a positive multiple of {GROUP}",
+            )
         )
     if dtype not in DTYPES:
-        raise InvalidInput(message("activation dtype", got=repr(dtype), expected=f"one of {DTYPES}"))
+        raise InvalidInput(message("unknown dtype of activations", got=repr(dtype), expected=f"one of {DTYPES}"))
     return Problem(n=n, k=k, dtype=dtype)
 
 
@@ -251,9 +256,13 @@ def parse_ms(text: str, *, anchors: Sequence[int] = ANCHORS) -> tuple[int, ...]:
     for part in text.split(","):
         ends = [end.strip() for end in part.split("-")]
         if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
-            raise InvalidInput(message("values of M", got=repr(text), expected="numbers and ranges such as 1,8,64-512"))
+            raise InvalidInput(
+                message("these are no values of M", got=repr(text), expected="numbers and ranges such as 1,8,64-512")
+            )
         low, high = int(ends[0]), int(ends[-1])
         if not 1 <= low <= high <= LARGEST_M:
-            raise InvalidInput(message("values of M", got=repr(part.strip()), expected=f"1 to {LARGEST_M}, ascending"))
+            raise InvalidInput(
+                message("these are no values of M", got=repr(part.strip()), expected=f"1 to {LARGEST_M}, ascending")
+            )
         found |= {low, high, *(m for m in anchors if low <= m <= high)}
     return tuple(sorted(found))

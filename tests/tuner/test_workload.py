@@ -215,3 +215,17 @@ def test_bad_values_of_m(text):
 def test_the_quick_anchors_are_some_of_all():
     assert set(QUICK_ANCHORS) < set(ANCHORS)
     assert tuple(sorted(ANCHORS)) == ANCHORS
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "words"),
+    [
+        (parse_shape, "4096", "this is no shape of a layer; got '4096'; expected N,K such as 4096,14336"),
+        (parse_ms, "8-1", "these are no values of M; got '8-1'"),
+        (problems_of_model, "xyzzy", "no shipped model has this name; got 'xyzzy'; see `nvfp4 tune --list-models`"),
+    ],
+)
+def test_wrong_text_is_answered_in_a_sentence(parse, text, words):
+    with pytest.raises(InvalidInput) as error:
+        parse(text)
+    assert str(error.value).startswith(words) and len(str(error.value)) < 300
