@@ -109,7 +109,9 @@ def _fields(
 
 def _size(name: str, text: str, example: str) -> int:
     if not (text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31):
-        raise InvalidInput(message(f"wrong {name}", got=repr(text), expected=f"a whole number above 0, as in {example}"))
+        raise InvalidInput(
+            message(f"wrong {name}", got=repr(text), expected=f"a whole number above 0, as in {example}")
+        )
     return int(text)
 
 
