@@ -192,3 +192,6 @@ def _estimate(device: Device, problem: Problem, config: CuteDslMmaConfig, m: int
     room = c.shape(device, problem).blocks_per_sm
     slower = SLOWER if min(blocks, room) * c.warps < FEW_WARPS else 1
     return blocks * work * slower + -(-blocks // room) * ROUND
+
+
+KERNEL: Kernel = CuteDslMma()
