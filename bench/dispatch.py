@@ -13,8 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import statistics
-import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,36 +22,11 @@ from typing import Any
 
 import nvfp4
 import torch
+from host import median_us, nothing
 from nvfp4.dispatch import table
 from nvfp4.kernels.device import describe
 
-ROUNDS_PER_DRAIN = 50
 LIBRARIES: list[Any] = []  # an op lives as long as its library
-
-
-def nothing(*_: object) -> None:
-    """Also the launcher of `noop`."""
-
-
-def median_us(subjects: dict[str, Callable[[], object]], calls: int, drain: Callable[[], None]) -> dict[str, float]:
-    """Median time of one call of each subject."""
-    subjects = {"timer": nothing, **subjects}
-    samples: dict[str, list[int]] = {name: [] for name in subjects}
-    clock = time.perf_counter_ns
-    for i in range(calls + 200):
-        if i % ROUNDS_PER_DRAIN == 0:
-            drain()
-        if i == 200:  # warmed up
-            for taken in samples.values():
-                taken.clear()
-        for name, subject in subjects.items():
-            start = clock()
-            subject()
-            samples[name].append(clock() - start)
-    drain()
-    medians = {name: statistics.median(taken) / 1e3 for name, taken in samples.items()}
-    timer = medians.pop("timer")
-    return {name: round(median - timer, 3) for name, median in medians.items()}
 
 
 def trivial_op(m: int, n: int, launcher: Callable[..., None]) -> Callable[..., torch.Tensor]:
