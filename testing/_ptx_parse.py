@@ -12,6 +12,7 @@ _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _LOCAL = re.compile(r"(?<![%.\w$])[a-zA-Z_]\w*")
 _PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.[usb](\d+) (\w+)(?:\[(\d+)\])?")
 _DYNAMIC = re.compile(r"\.extern \.shared [^;]*?(\w+)\[\]")
+_ENTRY = re.compile(r"\.visible \.entry (\w+)")
 _GUARD = re.compile(r"@(!?)(%?\w+)\s+(.*)", re.DOTALL)
 
 
@@ -39,10 +40,12 @@ class Program:
     shared: tuple[str, ...]  # names of dynamic shared memory
 
 
-def parse(text: str) -> Program:
-    """The only kernel of a PTX module."""
+def parse(text: str, entry: str = "") -> Program:
+    """One kernel of a PTX module: the first one, unless it is named."""
     text = re.sub(r"//[^\n]*", "", text)
-    head, _, rest = text.partition(")\n")
+    before, *kernels = _ENTRY.split(text)  # text, name, text, name, text
+    found = kernels[kernels.index(entry) + 1 if entry else 1]
+    head, _, rest = found.partition(")\n")
     body = rest[rest.index("{") + 1 : rest.rindex("}")]
     code: list[Instruction] = []
     labels: dict[str, int] = {}
@@ -68,7 +71,7 @@ def parse(text: str) -> Program:
         start = -(-places[-1] // int(align or size)) * int(align or size)
         symbols[name] = places[-1] = start
         places.append(start + size)
-    return Program(tuple(code), labels, tuple(places), symbols, tuple(_DYNAMIC.findall(head)))
+    return Program(tuple(code), labels, tuple(places), symbols, tuple(_DYNAMIC.findall(before)))
 
 
 def _declared(token: str) -> list[str]:

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ._ptx_async import LANES, POISON, Asynchronous
+from ._ptx_lanes import Lanes
 from ._ptx_parse import Instruction
 
 if TYPE_CHECKING:
@@ -38,7 +39,11 @@ ARITHMETIC: dict[str, Callable[..., Array]] = {
     "max": np.maximum,
     "mad": lambda a, b, c: a * b + c,
     "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
-    "div": lambda a, b: np.trunc(a / np.where(b == 0, 1, b)).astype(np.int64),
+    "div": lambda a, b: a / b if a.dtype == np.float32 else np.trunc(a / np.where(b == 0, 1, b)).astype(np.int64),
+    "rem": lambda a, b: np.fmod(a, np.where(b == 0, 1, b)),
+    "abs": np.abs,
+    "ex2": np.exp2,
+    "rcp": np.reciprocal,
 }
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "lt": np.less,
@@ -50,7 +55,7 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-class Warp(Asynchronous):
+class Warp(Asynchronous, Lanes):
     """One warp of a block. It runs until all its lanes meet a barrier or have returned, or others get a turn."""
 
     def __init__(self, block: Block, number: int) -> None:
@@ -124,6 +129,8 @@ class Warp(Asynchronous):
             return value if value.dtype == bool else value.astype(kind)
         if operand == "%tid.x":
             return self.thread.astype(kind)
+        if operand == "%ntid.x":
+            return np.full(LANES, LANES * len(self.block.warps), kind)
         if operand.startswith("%ctaid."):
             return np.full(LANES, self.block.index["xyz".index(operand[-1])], kind)
         if operand.startswith("%nctaid."):
@@ -223,6 +230,9 @@ class Warp(Asynchronous):
 
     def _setp(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         kind = kinds[-1].replace("b", "u")
+        if kind == "f32":
+            self._put(ops[0], _compared(kinds[0], self._float(ops[1]), self._float(ops[2])), run)
+            return
         self._put(ops[0], COMPARE[kinds[0]](self._integer(ops[1], kind), self._integer(ops[2], kind)), run)
 
     def _selp(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
@@ -230,6 +240,10 @@ class Warp(Asynchronous):
         self._put(ops[0], np.where(self.registers[ops[3]], self._get(ops[1], bits), self._get(ops[2], bits)), run)
 
     def _mov(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        if kinds[-1] == "pred":
+            value = self.registers[ops[1]] if ops[1] in self.registers else np.full(LANES, int(ops[1]) != 0)
+            self._put(ops[0], value, run)
+            return
         bits = int(kinds[-1][1:])
         targets, sources = _parts(ops[0]), _parts(ops[1])
         each = bits // len(sources)
@@ -259,17 +273,6 @@ class Warp(Asynchronous):
         self._put(ops[0], value, run)
 
     # ---- between lanes ----
-
-    def _shfl(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        assert kinds[1] == "idx"
-        target, _, valid = ops[0].partition("|")
-        self._put(target, self._get(ops[1])[self._get(ops[2]) & 31], run)
-        if valid:
-            self._put(valid, np.ones(LANES, bool), run)
-
-    def _vote(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        assert kinds == ["sync", "all", "pred"] and (run == self.live).all()
-        self._put(ops[0], np.full(LANES, self.registers[ops[1]][run].all()), run)
 
     def _ldmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert run.all() and kinds[3] == "x4"
@@ -358,6 +361,14 @@ class Warp(Asynchronous):
 
 def _parts(operand: str) -> list[str]:
     return [part.strip() for part in operand.strip("{}").split(",")]
+
+
+def _compared(name: str, a: Array, b: Array) -> Array:
+    """ "geu" is true of NaN, "ge" is not."""
+    nan = np.isnan(a) | np.isnan(b)
+    if name in ("nan", "num"):
+        return np.asarray(nan == (name == "nan"))
+    return np.asarray(COMPARE[name[:2]](a, b) | nan if name.endswith("u") else COMPARE[name](a, b) & ~nan)
 
 
 def _wrapped(values: Array, kind: str) -> Array:

@@ -146,13 +146,14 @@ def run(
     cluster: int = 1,
     seed: int = 0,
     ordered: bool = True,
+    entry: str = "",
 ) -> None:
     """Run a kernel.
 
     Parameters
     ----------
     text
-        PTX with one entry.
+        PTX.
     values
         Of its parameters, which are integers, addresses of `memory`, or the bytes of a struct.
     memory
@@ -168,6 +169,8 @@ def run(
     ordered
         Whether accesses to shared memory that nothing orders raise. Kernels that load ahead what they never use, and
         overwrite it, need False.
+    entry
+        Name of the kernel, if the text has several.
 
     Raises
     ------
@@ -176,7 +179,7 @@ def run(
         that wait for ever, a barrier that only some lanes of a warp reach, a register that is read before it is
         written, or an instruction that this module does not know.
     """
-    program, rng = parse(text), random.Random(seed)
+    program, rng = parse(text, entry), random.Random(seed)
     parameters = np.zeros(program.parameters[-1], np.uint8)
     for start, value in zip(program.parameters[:-1], values, strict=True):
         content = value if isinstance(value, bytes) else (value & (1 << 64) - 1).to_bytes(8, "little")

@@ -98,11 +98,6 @@ def smem_bytes(c: TritonExpertsConfig, problem: Problem) -> int:
     return max(loop, 4 * c.block_m * c.block_n) + 2048
 
 
-def most_tiles(rows: int, groups: int, block_m: int) -> int:
-    """Tiles of at most `groups` groups of rows, however the rows are divided: each group may leave one part-filled."""
-    return min(rows, (rows + min(groups, rows) * (block_m - 1)) // block_m)
-
-
 def expert_launch(
     kernel: Any, device: Device, problem: Problem, config: TritonExpertsConfig, k: int, **constants: Any
 ) -> TritonLaunch:

@@ -16,7 +16,7 @@ from ..triton_launch import TritonLaunch
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TritonRouting", "as_words", "local_experts", "power_of_two", "route"]
+__all__ = ["TritonRouting", "as_words", "local_experts", "most_tiles", "power_of_two", "route"]
 
 ONE_BLOCK_PAIRS = 2048  # up to here one thread block counts and sorts all pairs
 TILE = 4096  # pairs times experts that a thread block compares at a time
@@ -75,6 +75,11 @@ def route(topk_ids: Tensor, experts: int, expert_map: Tensor | None = None) -> t
 def power_of_two(size: int) -> int:
     """The smallest one that is not below size."""
     return 1 << max(0, size - 1).bit_length()
+
+
+def most_tiles(rows: int, groups: int, block_m: int) -> int:
+    """Tiles of at most `groups` groups of rows, however the rows are divided: each group may leave one part-filled."""
+    return min(rows, (rows + min(groups, rows) * (block_m - 1)) // block_m)
 
 
 def as_words(ids: Tensor) -> tuple[Tensor, int]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ..kernel import Kernel
 from ..problem import Device, Problem
-from ._triton_experts import Planes, TritonExperts, TritonExpertsConfig, expert_launch, most_tiles
+from ._triton_experts import Planes, TritonExperts, TritonExpertsConfig, expert_launch
+from .routing import most_tiles
 
 if TYPE_CHECKING:
     from torch import Tensor

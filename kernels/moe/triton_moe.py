@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from ..kernel import Kernel
 from ..problem import Device, Problem
 from ..triton_launch import TRITON_TYPES, TritonLaunch
-from ._triton_experts import STEP, Planes, TritonExperts, TritonExpertsConfig, expert_launch, most_tiles
-from .routing import TritonRouting, as_words
+from ._triton_experts import STEP, Planes, TritonExperts, TritonExpertsConfig, expert_launch
+from .routing import TritonRouting, as_words, most_tiles
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -14,7 +14,8 @@ import triton.language as tl
 from nvfp4.kernels import reference
 from nvfp4.kernels.moe import activations, triton_grouped, triton_moe
 from nvfp4.kernels.moe._triton_activation_device import activate
-from nvfp4.kernels.moe._triton_experts import TritonExpertsConfig, most_tiles, smem_bytes
+from nvfp4.kernels.moe._triton_experts import TritonExpertsConfig, smem_bytes
+from nvfp4.kernels.moe.routing import most_tiles
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.kernels.weights.codec import pack_codes
 from nvfp4.testing.conformance import H200

@@ -1,0 +1,54 @@
+"""The PTX that NVRTC makes of a CUDA source, for `testing.ptx`."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..kernels.cuda.compile import cuda_sources, known_architecture
+
+__all__ = ["ptx_of"]
+
+Changes = tuple[tuple[str, str], ...]
+
+
+def ptx_of(
+    source: Path, capability: tuple[int, int], defines: Mapping[str, int] | None = None, changes: Changes = ()
+) -> str:
+    """PTX of all kernels in a source.
+
+    Parameters
+    ----------
+    source, capability, defines
+        As for `compile_cuda`.
+    changes
+        Replacements in the source, or in one of its headers; each must be found just once in them.
+    """
+    return _ptx_of(source, capability, tuple((defines or {}).items()), changes)
+
+
+@cache
+def _ptx_of(source: Path, capability: tuple[int, int], defines: tuple[tuple[str, int], ...], changes: Changes) -> str:
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    texts = {path.name: path.read_text() for path in cuda_sources(source)}
+    for old, new in changes:
+        holders = [name for name, text in texts.items() if old in text]
+        assert len(holders) == 1 and texts[holders[0]].count(old) == 1, f"not once in the source: {old}"
+        texts[holders[0]] = texts[holders[0]].replace(old, new)
+    main = "".join(f"#define {name} {value}\n" for name, value in defines) + texts.pop(source.name)
+    headers = [text.encode() for text in texts.values()], [name.encode() for name in texts]
+    (program,) = _call(nvrtc.nvrtcCreateProgram, main.encode(), source.name.encode(), len(texts), *headers)
+    options = [f"--gpu-architecture={known_architecture(capability)}".encode(), b"--std=c++17"]
+    _call(nvrtc.nvrtcCompileProgram, program, len(options), options)
+    text = bytearray(_call(nvrtc.nvrtcGetPTXSize, program)[0])
+    _call(nvrtc.nvrtcGetPTX, program, text)
+    return text.rstrip(b"\0").decode()
+
+
+def _call(function: Any, *arguments: Any) -> tuple[Any, ...]:
+    status, *values = function(*arguments)
+    assert not int(status), status
+    return tuple(values)
