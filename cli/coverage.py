@@ -122,7 +122,7 @@ def _covered(
         layout_bytes={
             known: get_layout(known).bytes(problem.n, problem.k)
             for known in layout_ids()
-            if problem.dtype in get_layout(known).dtypes
+            if problem.dtype in get_layout(known).dtypes and not get_layout(known).gated
         },
     )
 

@@ -12,15 +12,13 @@ from torch import Tensor
 
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation as get_activation
-from ..kernels.weights.codec import GROUP
-from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import ALIGNMENT, GLOBAL_SCALE_DTYPES, check_tensors
 from .checks import check_device, check_memory, check_x, have_memory
+from .expert_layouts import check_blobs, check_layout, check_layouts, check_size, check_stack
 
 __all__ = ["check_grouped", "check_moe", "check_places", "check_tokens"]
 
 INTEGERS = (torch.int32, torch.int64)
-SCALES = (torch.float8_e4m3fn, torch.uint8)
 
 
 def check_grouped(
@@ -43,17 +41,22 @@ def check_grouped(
     k = check_x(x)
     if x.ndim != 2:
         raise InvalidInput(message("wrong shape of x", got=tuple(x.shape), expected="[M, K]: offsets count its rows"))
-    experts, n, own_k = _check_stack("weight", weight, weight_scale, layout)
-    if k != own_k:
-        raise InvalidInput(
-            message(
-                "x and weight do not fit",
-                got=f"x of shape {tuple(x.shape)} and weight of shape {tuple(weight.shape)}",
-                expected=f"x of shape (M, {own_k}): a byte of weight holds two elements",
+    target = check_layout("weight", layout, x, gated=False)
+    if layout == "checkpoint":
+        experts, n, own_k = check_stack("weight", weight, weight_scale)
+        if k != own_k:
+            raise InvalidInput(
+                message(
+                    "x and weight do not fit",
+                    got=f"x of shape {tuple(x.shape)} and weight of shape {tuple(weight.shape)}",
+                    expected=f"x of shape (M, {own_k}): a byte of weight holds two elements",
+                )
             )
-        )
-    if out_features is not None and out_features != n:
-        raise InvalidInput(message("wrong out_features", got=out_features, expected=f"{n}, the rows of weight"))
+        if out_features is not None and out_features != n:
+            raise InvalidInput(message("wrong out_features", got=out_features, expected=f"{n}, the rows of weight"))
+    else:
+        n = check_size("out_features", out_features, "N of the weight", layout)
+        experts = check_blobs("weight", weight, weight_scale, target, n, k)
     _check_factors("weight_scale_2", weight_scale_2, experts, halves=n % 2 == 0)
     _check_form("expert_offsets", expert_offsets, [(experts + 1,)], (torch.int32,), "[E + 1]")
     given = {"weight": weight, "weight_scale": weight_scale, "weight_scale_2": weight_scale_2}
@@ -94,27 +97,37 @@ def check_moe(
     check_tensors(topk_ids=topk_ids, topk_weights=topk_weights)
     kind = get_activation(activation)
     hidden = check_x(x)
-    experts, rows, own_hidden = _check_stack("w13", w13, w13_scale, w13_layout)
-    experts_2, rows_2, own_inter = _check_stack("w2", w2, w2_scale, w2_layout)
+    first, second = check_layouts(w13_layout, w2_layout, kind.name, kind.gated, x)
     shapes = f"w13 {tuple(w13.shape)} and w2 {tuple(w2.shape)}"
-    if hidden != own_hidden or hidden != rows_2:
-        raise InvalidInput(
-            message(
-                "x, w13 and w2 do not fit",
-                got=f"x of shape {tuple(x.shape)}, {shapes}",
-                expected=f"hidden = {own_hidden} in x [..., hidden], w13 [E, F, hidden/2] and w2 [E, hidden, inter/2]",
+    if w2_layout == "checkpoint":
+        experts, rows, own_hidden = check_stack("w13", w13, w13_scale)
+        experts_2, rows_2, own_inter = check_stack("w2", w2, w2_scale)
+        if hidden != own_hidden or hidden != rows_2:
+            raise InvalidInput(
+                message(
+                    "x, w13 and w2 do not fit",
+                    got=f"x of shape {tuple(x.shape)}, {shapes}",
+                    expected=f"hidden = {own_hidden} in x [..., hidden], w13 [E, F, hidden/2] and w2 [E, hidden, "
+                    "inter/2]",
+                )
             )
-        )
+        wanted_rows = 2 * own_inter if kind.gated else own_inter
+        if rows != wanted_rows:
+            halves = "2 * inter rows: gate, then up" if kind.gated else "inter rows: it has no gate"
+            raise InvalidInput(
+                message(
+                    f"w13 does not suit activation {kind.name} and w2", got=shapes, expected=f"{wanted_rows}, {halves}"
+                )
+            )
+        if inter is not None and inter != own_inter:
+            raise InvalidInput(message("wrong inter", got=inter, expected=f"{own_inter}, the columns of w2"))
+    else:
+        own_inter = check_size("inter", inter, "the columns of w2", w2_layout)
+        rows = 2 * own_inter if kind.gated else own_inter
+        experts = check_blobs("w13", w13, w13_scale, first, rows, hidden)
+        experts_2 = check_blobs("w2", w2, w2_scale, second, hidden, own_inter)
     if experts != experts_2:
         raise InvalidInput(message("w13 and w2 have different numbers of experts", got=shapes))
-    wanted_rows = 2 * own_inter if kind.gated else own_inter
-    if rows != wanted_rows:
-        halves = "2 * inter rows: gate, then up" if kind.gated else "inter rows: it has no gate"
-        raise InvalidInput(
-            message(f"w13 does not suit activation {kind.name} and w2", got=shapes, expected=f"{wanted_rows}, {halves}")
-        )
-    if inter is not None and inter != own_inter:
-        raise InvalidInput(message("wrong inter", got=inter, expected=f"{own_inter}, the columns of w2"))
     _check_factors("w13_scale_2", w13_scale_2, experts, halves=kind.gated)
     _check_factors("w2_scale_2", w2_scale_2, experts, halves=False)
     bias_dtypes = (x.dtype, torch.float32)
@@ -180,54 +193,6 @@ def check_places(x: Tensor, large: Mapping[str, Tensor | None], small: Mapping[s
                     do="clone it once at load (nvfp4.pack does)",
                 )
             )
-
-
-def _check_stack(name: str, weight: Tensor, scale: Tensor | None, layout: str) -> tuple[int, int, int]:
-    """E, N and K of a weight of several experts."""
-    if get_layout(layout).id != "checkpoint":
-        raise InvalidInput(
-            message(f"{name} is in a layout that no op for experts reads", got=repr(layout), expected='"checkpoint"')
-        )
-    if weight.dtype != torch.uint8 or weight.ndim != 3 or 0 in weight.shape:
-        raise InvalidInput(
-            message(
-                f"wrong {name}",
-                got=f"{weight.dtype} {tuple(weight.shape)}",
-                expected="torch.uint8 [E, N, K/2], two codes a byte, no size 0",
-            )
-        )
-    experts, n, k = weight.shape[0], weight.shape[1], 2 * weight.shape[2]
-    if k % GROUP:
-        raise InvalidInput(
-            message(
-                f"K of {name} must be a multiple of 16",
-                got=f"shape {tuple(weight.shape)}, so K = {k}",
-                do="when sharding along K, cut at multiples of 16",
-            )
-        )
-    if scale is None:
-        raise InvalidInput(message(f"{name}'s block scales are missing", expected=f"e4m3 {(experts, n, k // GROUP)}"))
-    if scale.dtype not in SCALES or tuple(scale.shape) != (experts, n, k // GROUP):
-        raise InvalidInput(
-            message(
-                f"wrong block scales of {name}",
-                got=f"{scale.dtype} {tuple(scale.shape)}",
-                expected=f"torch.float8_e4m3fn or its uint8 view, {(experts, n, k // GROUP)}",
-                do="shard and pad weight and weight_scale together",
-            )
-        )
-    for tensor in (weight, scale):
-        if not tensor.is_contiguous():
-            raise InvalidInput(
-                message(
-                    f"{name} is not contiguous"
-                    if tensor is weight
-                    else f"the block scales of {name} are not contiguous",
-                    got=f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-                    do="call .contiguous() once at load",
-                )
-            )
-    return experts, n, k
 
 
 def _check_factors(name: str, factors: Tensor, experts: int, *, halves: bool) -> None:

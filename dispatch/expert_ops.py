@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, message
+from ..kernels.moe.activations import activation as get_activation
 from ..kernels.moe.activations import constants
 from ..kernels.weights.weight import Weight
 from . import experts
@@ -104,9 +105,9 @@ def grouped_gemm(
     expert_offsets
         int32 [E + 1], ascending, from 0 to at most M.
     layout
-        Layout id of the weights; experts are read in "checkpoint".
+        Layout id of the weights: "checkpoint", or that of blobs [E, …], which have no `weight_scale`.
     out_features
-        N; checked if given.
+        N. A Weight knows it, and the shape tells it in "checkpoint"; of other blobs it has to be given.
 
     Returns
     -------
@@ -122,6 +123,9 @@ def grouped_gemm(
         First use of the problem, within a CUDA graph capture.
     """
     weight, scale, scale_2, own_layout = _parts("weight", w, weight_scale, weight_scale_2)
+    if isinstance(w, Weight) and own_layout != "checkpoint":
+        out_features = w.out_features if out_features is None else out_features
+        _check_sizes(x, weight=(w, out_features, x.shape[-1]))
     return torch.ops.nvfp4.grouped_gemm.default(  # type: ignore[no-any-return]
         x, weight, scale, scale_2, _given("expert_offsets", expert_offsets), layout=own_layout or layout,
         out_features=out_features,
@@ -179,7 +183,7 @@ def moe(
     activation
         "swiglu" ("silu"), "swigluoai", "swiglustep", "geglu" ("gelu"), "geglu_tanh" ("gelu_tanh"), "relu2", "situ".
     inter
-        Checked if given.
+        Columns of w2. Weights know it, and the shapes tell it in "checkpoint"; of other blobs it has to be given.
     pre_quant_scale, w2_pre_quant_scale
         In x's dtype: [hidden], for x; [inter] or [E, inter], for the activation's result.
     expert_map
@@ -193,7 +197,8 @@ def moe(
     w13_bias, w2_bias
         [E, F] and [E, hidden], in x's dtype or float32.
     w13_layout, w2_layout
-        Layout ids of the weights; experts are read in "checkpoint".
+        Layout ids of weights that are no Weight: both "checkpoint"; or blobs [E, …] without block scales, w2 in a
+        fragment layout, and w13 in the same, with "-glu" for gate and up rows.
 
     Returns
     -------
@@ -210,6 +215,11 @@ def moe(
     """
     first, first_scale, first_scale_2, first_layout = _parts("w13", w13, w13_scale, w13_scale_2)
     second, second_scale, second_scale_2, second_layout = _parts("w2", w2, w2_scale, w2_scale_2)
+    if isinstance(w2, Weight) and w2.layout != "checkpoint":
+        inter = w2.in_features if inter is None else inter
+        rows = inter * (2 if get_activation(activation).gated else 1)
+        packed = {"w13": (w13, rows, x.shape[-1])} if isinstance(w13, Weight) else {}
+        _check_sizes(x, **packed, w2=(w2, x.shape[-1], inter))
     return torch.ops.nvfp4.moe.default(  # type: ignore[no-any-return]
         x, first, first_scale, first_scale_2, second, second_scale, second_scale_2, _given("topk_ids", topk_ids),
         _given("topk_weights", topk_weights), activation=activation, inter=inter, pre_quant_scale=pre_quant_scale,
@@ -232,6 +242,15 @@ def _parts(
             message(f"the global scales of {name} are missing", do="pass them, or pass a Weight from nvfp4.pack")
         )
     return _given(name, w), scale, scale_2, ""
+
+
+def _check_sizes(x: Tensor, **packed: tuple[Weight, int, int]) -> None:
+    """Whether Weights have the N and K that x and the others ask for: padded blobs do not tell."""
+    for name, (w, n, k) in packed.items():
+        if (w.out_features, w.in_features) != (n, k):
+            raise InvalidInput(
+                message(f"{name} does not fit", got=f"{w}, x of shape {tuple(x.shape)}", expected=f"{n} x {k}")
+            )
 
 
 def _given(name: str, tensor: Tensor | None) -> Tensor:

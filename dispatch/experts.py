@@ -18,6 +18,8 @@ from ..kernels.moe.activations import Constants, constants
 from ..kernels.moe.activations import activation as get_activation
 from ..kernels.moe.arguments import MoeArguments
 from ..kernels.problem import Problem
+from ..kernels.weights.layouts import first_layout
+from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import check_tensors, is_aligned
 from . import table
 from .call import as_rows
@@ -54,10 +56,9 @@ def grouped_gemm(
     out = x.new_empty((x.shape[0], problem.n))
     if not x.shape[0]:
         return out
-    assert weight_scale is not None, "checked"
-    launcher = _launcher(problem, x.device, x.shape[0])
+    launcher = _launcher(problem, x.device, layout, x.shape[0])
     factors = _factors(weight_scale_2)
-    launcher(as_rows(x), weight, weight_scale.view(torch.uint8), factors, _ready(expert_offsets), out)
+    launcher(as_rows(x), weight, _bytes(weight_scale), factors, _ready(expert_offsets), out)
     return out
 
 
@@ -120,17 +121,16 @@ def moe(
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not x.numel():
         return out
-    assert w13_scale is not None and w2_scale is not None, "checked"
     rows = as_rows(x)
-    launcher = _launcher(problem, x.device, rows.shape[0])
+    launcher = _launcher(problem, x.device, w2_layout, rows.shape[0])  # that of w13 follows from it
     ready = {name: None if tensor is None else _ready(tensor) for name, tensor in vectors.items()}
     arguments = MoeArguments(
         x=rows,
         w13=w13,
-        w13_scale=w13_scale.view(torch.uint8),
+        w13_scale=_bytes(w13_scale),
         w13_scale_2=_factors(w13_scale_2),
         w2=w2,
-        w2_scale=w2_scale.view(torch.uint8),
+        w2_scale=_bytes(w2_scale),
         w2_scale_2=_factors(w2_scale_2),
         topk_ids=_ready(topk_ids if topk_ids.ndim == 2 else topk_ids.reshape(-1, problem.top_k)),
         topk_weights=_ready(topk_weights if topk_weights.ndim == 2 else topk_weights.reshape(-1, problem.top_k)),
@@ -142,43 +142,40 @@ def moe(
     return out
 
 
-def warm(problem: Problem, device: torch.device, ms: tuple[int, ...]) -> None:
+def warm(problem: Problem, device: torch.device, layout: str, ms: tuple[int, ...]) -> None:
     """Bind a problem of experts and run its kernels, on tensors of zeros that hold one expert's weight only."""
-
-    def run(launcher: Launcher, m: int) -> None:
-        _run_on_zeros(launcher, problem, device, m)
-
-    uppers, launchers = table.bind(device, problem, "checkpoint", run if device.type == "cuda" else None)
     for m in ms:
-        run(launchers[bisect_left(uppers, m)], m)
+        _run_on_zeros(_launcher(problem, device, layout, m), problem, device, layout, m)
 
 
-def _launcher(problem: Problem, device: torch.device, m: int) -> Launcher:
+def _launcher(problem: Problem, device: torch.device, layout: str, m: int) -> Launcher:
     def load(launcher: Launcher, m: int) -> None:
-        _run_on_zeros(launcher, problem, device, m)
+        _run_on_zeros(launcher, problem, device, layout, m)
 
-    uppers, launchers = table.bind(device, problem, "checkpoint", load if device.type == "cuda" else None)
+    uppers, launchers = table.bind(device, problem, layout, load if device.type == "cuda" else None)
     return launchers[bisect_left(uppers, m)]
 
 
-def _run_on_zeros(launcher: Launcher, problem: Problem, device: torch.device, m: int) -> None:
+def _run_on_zeros(launcher: Launcher, problem: Problem, device: torch.device, layout: str, m: int) -> None:
     """Run a launcher once. Every row goes to the first expert, so there is no memory behind the others' weights."""
     p, dtype = problem, getattr(torch, problem.dtype)
 
     def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    def weight(n: int, k: int, parts: int) -> tuple[Tensor, Tensor, Tensor]:
-        return zeros(1, n, k // 2), zeros(1, n, k // 16), zeros(p.experts, parts, dtype=torch.float32)
+    def weight(layout: str, n: int, k: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        target = get_layout(layout)
+        scale = None if target.scale_shape is None else zeros(1, *target.scale_shape(n, k))
+        return zeros(1, *target.data_shape(n, k)), scale, zeros(p.experts, 1, dtype=torch.float32)
 
     x = zeros(m, p.k, dtype=dtype)
     if p.op == "grouped_gemm":
         offsets = torch.full((p.experts + 1,), m, dtype=torch.int32, device=device)
         offsets[0] = 0
-        launcher(x, *weight(p.n, p.k, 1), offsets, zeros(m, p.n, dtype=dtype))
+        launcher(x, *weight(layout, p.n, p.k), offsets, zeros(m, p.n, dtype=dtype))
         return
-    w13, w13_scale, w13_scale_2 = weight(p.n * (2 if p.gated else 1), p.k, 1)
-    w2, w2_scale, w2_scale_2 = weight(p.k, p.n, 1)
+    w13, w13_scale, w13_scale_2 = weight(first_layout(layout, p), p.n * (2 if p.gated else 1), p.k)
+    w2, w2_scale, w2_scale_2 = weight(layout, p.k, p.n)
     arguments = MoeArguments(
         x=x,
         w13=w13,
@@ -215,6 +212,10 @@ def _ready(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor if is_aligned(tensor) else tensor.clone()
     return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _bytes(scale: Tensor | None) -> Tensor | None:
+    return None if scale is None else scale.view(torch.uint8)
 
 
 def _factors(global_scale: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from ..kernels.device import describe
 from ..kernels.problem import Problem
 from ..kernels.weights.experts import pack_experts
 from ..kernels.weights.fragment import fragment_id
-from ..kernels.weights.layouts import to_layout
+from ..kernels.weights.layouts import GLU, to_layout
 from ..kernels.weights.weight import Weight, check_tensors
 from .checks import DTYPE_NAMES
 from .layout import planned_layout
@@ -42,9 +42,10 @@ def pack(
         Of the x it will meet: layouts may depend on it, and so do plans. A layout for one dtype refuses x of the
         other; "checkpoint" takes both.
     layout
-        Layout id of the result; "fragment" picks the one of the fragment layouts that fits device and dtype. None takes
-        what the plan of this problem on this device marks. Without a plan, or where no kernel here reads that layout,
-        it takes the fragment layout on a GPU and "checkpoint" on a CPU. Experts stay in "checkpoint".
+        Layout id of the result; "fragment" picks the one of the fragment layouts that fits device and dtype, and
+        "fragment-glu" its form for w13 with a gate. None takes what the plan of this problem on this device marks.
+        Without a plan, or where no kernel here reads that layout, it takes the fragment layout on a GPU and
+        "checkpoint" on a CPU. Experts stay in "checkpoint" if nothing else is asked for.
     scale_layout
         "linear", or "swizzled" when weight_scale is in the 128x4 order (any shape).
     repair_nan
@@ -64,15 +65,12 @@ def pack(
     if dtype not in DTYPE_NAMES:
         raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
     check_tensors(weight=weight)
-    if weight.ndim == 3:
-        if layout not in (None, "checkpoint"):
-            raise InvalidInput(message("wrong layout for experts", got=repr(layout), expected='"checkpoint" or None'))
-        return pack_experts(weight, weight_scale, weight_scale_2, scale_layout=scale_layout, repair_nan=repair_nan)
     if layout is None:
         layout = _planned_layout(weight, dtype) if weight.ndim == 2 else "checkpoint"
-    elif layout == "fragment":
-        layout = _fragment_id(weight.device, dtype)
-    return to_layout(
+    elif layout in ("fragment", "fragment" + GLU):
+        layout = _fragment_id(weight.device, dtype) + layout.removeprefix("fragment")
+    convert = pack_experts if weight.ndim == 3 else to_layout
+    return convert(
         weight, weight_scale, weight_scale_2, layout_id=layout, scale_layout=scale_layout, repair_nan=repair_nan
     )
 

@@ -80,7 +80,7 @@ def warmup(
             continue
         seen.add((problem, layout, where))
         if problem.op != "gemm":
-            experts.warm(problem, where, sizes or (1,))
+            experts.warm(problem, where, layout, sizes or (1,))
         else:
             weight = item if isinstance(item, Weight) else _zero_weight(problem, layout, where)
             _run(weight, getattr(torch, problem.dtype), sizes)

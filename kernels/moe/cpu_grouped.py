@@ -37,12 +37,19 @@ class _Launch:
         prepare_tables(LOOKUP)
 
     def __call__(
-        self, x: Tensor, weight: Tensor, weight_scale: Tensor, global_scale: Tensor, expert_offsets: Tensor, out: Tensor
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor | None,
+        global_scale: Tensor,
+        expert_offsets: Tensor,
+        out: Tensor,
     ) -> None:
         """The launcher: see `arguments.GroupedLauncher`."""
         import torch
 
         m, n = out.shape
+        assert weight_scale is not None, "the layout has one"
         factors = global_scale.detach()
         half = -(-n // factors.shape[1])  # rows per factor
         ends = [min(max(end, 0), m) for end in expert_offsets.tolist()]

@@ -67,12 +67,14 @@ class _Launch:
         p = self.problem
         x = (a.x if a.pre_quant_scale is None else a.x * a.pre_quant_scale).float()
         result = a.x.new_empty((ends[-1], p.n))
+        scale = a.w13_scale
+        assert scale is not None, "the layout has one"
         vectors = None if a.w2_pre_quant_scale is None else a.w2_pre_quant_scale.expand(p.experts, p.n)
 
         def half(decoder: Decoder, h: Tensor, expert: int, rows: slice, part: int) -> Tensor:
             rows = slice(part * p.n + rows.start, part * p.n + rows.stop)
             factor = a.w13_scale_2[expert, part % a.w13_scale_2.shape[1]]
-            y = product(decoder, h, a.w13[expert, rows], a.w13_scale[expert, rows], factor)
+            y = product(decoder, h, a.w13[expert, rows], scale[expert, rows], factor)
             return y if a.w13_bias is None else y + a.w13_bias[expert, rows]
 
         def work(decoder: Decoder, todo: Iterable[Block]) -> None:
@@ -93,12 +95,13 @@ class _Launch:
     def _second(self, a: MoeArguments, ends: list[int], pairs: Tensor, between: Tensor, results: Tensor) -> None:
         """Rows `pairs` of results [pairs, hidden]: the second product, times the router's weight."""
         p = self.problem
-        floats = between.float()
+        floats, scale = between.float(), a.w2_scale
+        assert scale is not None, "the layout has one"
 
         def work(decoder: Decoder, todo: Iterable[Block]) -> None:
             for expert, rows in todo:
                 mine = slice(ends[expert], ends[expert + 1])
-                block = a.w2[expert, rows], a.w2_scale[expert, rows]
+                block = a.w2[expert, rows], scale[expert, rows]
                 y = product(decoder, floats[mine], *block, a.w2_scale_2[expert])
                 if a.w2_bias is not None:
                     y = y + a.w2_bias[expert, rows]

@@ -39,9 +39,16 @@ class _Launch:
         self.product = expert_launch(grouped, device, problem, config, problem.k)
 
     def __call__(
-        self, x: Tensor, weight: Tensor, weight_scale: Tensor, global_scale: Tensor, expert_offsets: Tensor, out: Tensor
+        self,
+        x: Tensor,
+        weight: Tensor,
+        weight_scale: Tensor | None,
+        global_scale: Tensor,
+        expert_offsets: Tensor,
+        out: Tensor,
     ) -> None:
         """The launcher: see `arguments.GroupedLauncher`."""
+        assert weight_scale is not None, "the layout has one"
         p, c, m = self.problem, self.config, x.shape[0]
         tiles = most_tiles(m, p.experts + 2, c.block_m)  # rows before the first and behind the last expert too
         self.product.launch(

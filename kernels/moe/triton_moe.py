@@ -92,6 +92,7 @@ class _Launch:
         self, a: MoeArguments, planes: Tensor, offsets: Tensor, order: Tensor, between: Tensor, tiles: int
     ) -> None:
         p, vector = self.problem, a.w2_pre_quant_scale
+        assert a.w13_scale is not None, "the layout has one"
         bias, float_bias, bias_kind = _bias(a.w13_bias, planes, a.topk_weights)
         self.first.launch(
             (tiles * (self.inter_steps * STEP // self.config.block_n), 1, 1),
@@ -123,6 +124,7 @@ class _Launch:
         self, a: MoeArguments, between: Tensor, offsets: Tensor, order: Tensor, results: Tensor, tiles: int
     ) -> None:
         p = self.problem
+        assert a.w2_scale is not None, "the layout has one"
         bias, float_bias, bias_kind = _bias(a.w2_bias, between, a.topk_weights)
         self.second.launch(
             (tiles * -(-p.k // self.config.block_n), 1, 1),

@@ -19,8 +19,8 @@ def pack(weight: Tensor, weight_scale: Tensor, global_scale: Tensor) -> Weight:
         scale=weight_scale if is_aligned(weight_scale) else weight_scale.clone(),
         global_scale=global_scale if is_aligned(global_scale) else global_scale.clone(),
         layout="checkpoint",
-        out_features=weight.shape[0],
-        in_features=2 * weight.shape[1],
+        out_features=weight.shape[-2],
+        in_features=2 * weight.shape[-1],
     )
 
 
@@ -37,5 +37,6 @@ LAYOUTS = (
         to_checkpoint=to_checkpoint,
         data_shape=lambda n, k: (n, k // 2),
         scale_shape=lambda n, k: (n, k // GROUP),
+        experts=True,
     ),
 )

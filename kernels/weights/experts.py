@@ -1,4 +1,4 @@
-"""Weights of several experts as one Weight: the tensors of a checkpoint, stacked, checked and aligned."""
+"""Weights of several experts as one Weight: the tensors of a checkpoint, stacked, checked and converted."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ...errors import InvalidInput, message
 from .codec import GROUP, e4m3_bytes
+from .layouts import layout, layout_ids
 from .swizzle import unswizzle
-from .weight import GLOBAL_SCALE_DTYPES, Weight, check_tensors, is_aligned, validate
+from .weight import GLOBAL_SCALE_DTYPES, Weight, check_tensors, validate
 
 __all__ = ["pack_experts"]
 
@@ -18,10 +19,11 @@ def pack_experts(
     weight_scale: Tensor,
     weight_scale_2: Tensor,
     *,
+    layout_id: str = "checkpoint",
     scale_layout: str = "linear",
     repair_nan: bool = False,
 ) -> Weight:
-    """Check the weights of experts; the result shares storage with the arguments where they are aligned.
+    """Check the weights of experts and convert them; in "checkpoint" the result shares storage where it is aligned.
 
     Parameters
     ----------
@@ -31,6 +33,8 @@ def pack_experts(
         [E, N, K/16] float8_e4m3fn or its uint8 view, contiguous; or, swizzled, each expert's scales in the 128x4 order.
     weight_scale_2
         float32, bfloat16 or float64 [E], [E, 1], or [E, 2]: one for each half of an expert's rows.
+    layout_id
+        The layout of the result; one that ends in -glu is for rows that are gate, then up.
     scale_layout, repair_nan
         As for `to_layout`.
 
@@ -40,6 +44,10 @@ def pack_experts(
         The tensors or an option are wrong. Rows of different experts are counted on: row e * N + n.
     """
     check_tensors(weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
+    target = layout(layout_id)
+    if not target.experts:
+        known = ", ".join(one for one in layout_ids() if layout(one).experts)
+        raise InvalidInput(message("this layout takes no experts", got=repr(layout_id), expected=f"one of {known}"))
     if weight.ndim != 3 or 0 in weight.shape:
         raise InvalidInput(
             message("wrong shape of the experts' weight", got=tuple(weight.shape), expected="[E, N, K/2], no size 0")
@@ -77,11 +85,4 @@ def pack_experts(
     factors = weight_scale_2.reshape(experts, -1).to(torch.float32).contiguous()
     rows = factors.repeat_interleave(n // factors.shape[1], dim=1).flatten()  # every row's factor, to be looked at
     validate(weight.view(-1, k // 2), scale.view(-1, k // GROUP), rows)
-    return Weight(
-        data=weight if is_aligned(weight) else weight.clone(),
-        scale=scale if is_aligned(scale) else scale.clone(),
-        global_scale=factors if is_aligned(factors) else factors.clone(),
-        layout="checkpoint",
-        out_features=n,
-        in_features=k,
-    )
+    return target.pack(weight, scale, factors)

@@ -16,12 +16,14 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInput, message
-from ..problem import DTYPES
+from ..problem import DTYPES, Problem
 from .codec import GROUP, e4m3_bytes
 from .swizzle import unswizzle
 from .weight import Weight, check_weight, validate
 
-__all__ = ["Layout", "layout", "layout_ids", "to_layout"]
+__all__ = ["GLU", "Layout", "family", "first_layout", "layout", "layout_ids", "to_layout"]
+
+GLU = "-glu"  # ends the ids of layouts for the first weight of gated experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,11 @@ class Layout:
         (N, K) -> shape of `Weight.scale`; None for layouts whose data contains the scales.
     dtypes
         The dtypes of x that it is for.
+    experts
+        Whether `pack` and `to_checkpoint` take experts too: [E, N, K/2], [E, N, K/16] and float32 [E, 1] or [E, 2].
+        Each expert is packed by itself: E goes in front of the shapes.
+    gated
+        Whether it is for the first weight of gated experts only: rows are gate, then up.
     """
 
     id: str
@@ -47,6 +54,8 @@ class Layout:
     data_shape: Callable[[int, int], tuple[int, ...]]
     scale_shape: Callable[[int, int], tuple[int, ...]] | None = None
     dtypes: tuple[str, ...] = DTYPES
+    experts: bool = False
+    gated: bool = False
 
     def bytes(self, n: int, k: int) -> int:
         """Of a weight [n, k], scales included, its global scale not."""
@@ -80,6 +89,17 @@ def layout(layout_id: str) -> Layout:
     return found
 
 
+def first_layout(layout_id: str, problem: Problem) -> str:
+    """The layout of w13 for a moe kernel that reads `layout_id`: its -glu form, if there is a gate and such a form."""
+    gated = layout_id + GLU
+    return gated if problem.gated and gated in _all() else layout_id
+
+
+def family(layout_id: str) -> str:
+    """What kernels call a layout of experts: the id without -glu."""
+    return layout_id.removesuffix(GLU)
+
+
 def to_layout(
     weight: Tensor,
     weight_scale: Tensor,
@@ -108,6 +128,14 @@ def to_layout(
         The tensors, the layout or the option is wrong.
     """
     target = layout(layout_id)
+    if target.gated:
+        raise InvalidInput(
+            message(
+                f'layout "{layout_id}" is for experts',
+                got=f"a weight of shape {tuple(weight.shape)}",
+                expected=f'[E, N, K/2], or layout "{family(layout_id)}"',
+            )
+        )
     if scale_layout == "swizzled":
         check_weight(weight)
         weight_scale = unswizzle(weight_scale, weight.shape[0], 2 * weight.shape[-1] // GROUP)

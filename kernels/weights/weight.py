@@ -32,7 +32,7 @@ class Weight:
     Attributes
     ----------
     data
-        uint8, contiguous; "checkpoint": [N, K/2], other layouts: their own blob. Of experts: [E, N, K/2].
+        uint8, contiguous; "checkpoint": [N, K/2], other layouts: their own blob. Of experts: [E, N, K/2], or E blobs.
     scale
         uint8 view of e4m3, contiguous [N, K/16]; None when `data` contains the scales. Of experts: [E, N, K/16].
     global_scale
@@ -61,6 +61,7 @@ class Weight:
     def to_checkpoint(self) -> tuple[Tensor, Tensor, Tensor]:
         """(weight uint8 [N, K/2], weight_scale float8_e4m3fn [N, K/16], weight_scale_2 float32 [1] or [N]).
 
+        Of experts [E, N, K/2], [E, N, K/16] and [E, 1] or [E, 2].
         Decoded values are identical; bytes too, unless a block scale was negative or zero.
         """
         from .layouts import layout
