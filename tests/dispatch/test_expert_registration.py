@@ -180,7 +180,7 @@ ERRORS = {  # changed arguments of a moe with E = 4, hidden 64, inter 48, top_k 
     "map": ({"expert_map": torch.zeros(8)}, "wrong expert_map; got torch.float32 (8,)"),
     "empty map": ({"expert_map": torch.zeros(0, dtype=torch.int32)}, "wrong expert_map"),
     "layout": ({"w13_layout": "foo"}, "unknown weight layout; got 'foo'"),
-    "another layout": ({"w2_layout": "fragment1-bf16"}, "w2 is in a layout that no op for experts reads"),
+    "another layout": ({"w2_layout": "fragment1-bf16"}, "w13 and w2 are in layouts that do not belong together"),
     "w13 elsewhere": ({"w13": torch.zeros(4, 96, 32, dtype=U8, device="meta")}, "w13 is not where x is; got meta"),
 }
 NAMES = ("x", "w13", "w13_scale", "w13_scale_2", "w2", "w2_scale", "w2_scale_2", "topk_ids", "topk_weights")
