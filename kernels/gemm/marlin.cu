@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) marlin(const 
         if (SHARED_X && row_group == 0) {
 #pragma unroll
             for (int s = 0; s < X_STAGES; s++)
-                barrier_init(x_full + s * 8, C::row_groups * 32), barrier_init(x_free + s * 8, C::row_groups);
+                barrier_init(x_full + s * 8, C::row_groups * 32), barrier_init(x_free + s * 8, C::row_groups * 32);
         }
         if (RECEIVE_BYTES && warp == 0) {
             barrier_init(received, 1);
@@ -124,10 +124,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) marlin(const 
         // The stage is in registers: ask for the one that takes its place. `loaded` combines what was loaded last: a bulk
         // copy is quicker than a load that waits in a long queue, so it is not issued before the loads have returned.
         // (H200, 2026-11: without this wait, wrong sums where many small stages were in flight.)
+        // Every lane says that it has read x: one for its warp would do, but racecheck does not follow that, and it is no
+        // faster.
         auto refill = [&](u32 loaded) {
             const bool returned = __all_sync(0xffffffffu, (loaded & never) == 0);
             __syncwarp();
-            if (SHARED_X && elect_one()) barrier_arrive(x_free + x_slot * 8);
+            if (SHARED_X) barrier_arrive(x_free + x_slot * 8);
             if (i + C::stages < mine && returned) {
                 Weights::load(weights, stage, bar);
                 if (!C::bulk && SHARED_X) copy_async_arrive(bar);
