@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ..kernels.kernel import Kernel, implementation_hash
 from ..kernels.problem import Device, Problem
 from .fingerprint import is_current
 from .records import BASELINE, TIMING, Measurement
-from .routings import combine
+from .routings import combine, worst_regrets
 
-__all__ = ["Candidate", "Evidence", "Timed", "gather", "implementations"]
+__all__ = ["Candidate", "Evidence", "Timed", "behind", "gather", "implementations"]
 
 # By candidate and M, then by protocol, then by routing.
 _Newest: TypeAlias = dict[tuple["Candidate", int], dict[str, dict[str, Measurement]]]
@@ -44,12 +44,15 @@ class Timed:
     protocol: str
     is_default: bool  # the config is its kernel's default at this M
     by_routing_us: Mapping[str, float] = field(default_factory=dict)  # of ops with experts, whose mean p50_us is
+    regret: float = 1.0  # its time over the best of any layout under this protocol, with the routing where it is worst
+    worst_routing: str = ""
 
     @property
-    def rank(self) -> tuple[bool, float, bool, str, str]:
-        """Sorts best first: finals before screens, then by time; a default wins a tie."""
+    def rank(self) -> tuple[bool, float, float, bool, str, str]:
+        """Sorts best first: finals before screens, then by regret, then by time; a default wins a tie."""
         return (
             self.protocol != "final",
+            self.regret,
             self.p50_us,
             not self.is_default,
             self.candidate.kernel,
@@ -81,6 +84,11 @@ class Evidence:
         """Whether the kernel takes this config at M = m."""
         kernel = self.kernels[candidate.kernel]
         return bool(kernel.is_valid(self.device, self.problem, self.configs[candidate], m))
+
+
+def behind(best: Timed, other: Timed) -> float:
+    """How far another candidate is behind the best one of an M: the ratio of what ranks them, minus 1."""
+    return (other.regret / best.regret if best.by_routing_us else other.p50_us / best.p50_us) - 1
 
 
 def implementations(kernels: Mapping[str, Kernel]) -> dict[str, str]:
@@ -177,7 +185,7 @@ def _candidate(evidence: Evidence, row: Measurement) -> Candidate | None:
 
 
 def _rank(evidence: Evidence, newest: _Newest) -> None:
-    found: dict[tuple[str, int], list[Timed]] = {}
+    found: dict[tuple[int, str], list[Timed]] = {}
     defaults: dict[tuple[str, int], Any] = {}
     for (candidate, m), by_protocol in newest.items():
         row, rows = _decisive(evidence.problem, by_protocol)
@@ -198,5 +206,13 @@ def _rank(evidence: Evidence, newest: _Newest) -> None:
             is_default=defaults[kernel.name, m] == evidence.configs[candidate],
             by_routing_us={name: one.p50_us for name, one in rows.items() if name and one.p50_us is not None},
         )
-        found.setdefault((candidate.layout, m), []).append(timed)
-    evidence.times = {key: tuple(sorted(entries, key=lambda timed: timed.rank)) for key, entries in found.items()}
+        found.setdefault((m, row.protocol), []).append(timed)
+    by_layout: dict[tuple[str, int], list[Timed]] = {}
+    for entries in found.values():
+        regrets = worst_regrets({one.candidate: one.by_routing_us or {"": one.p50_us} for one in entries})
+        for one in entries:
+            regret, routing = regrets[one.candidate]
+            by_layout.setdefault((one.candidate.layout, one.m), []).append(
+                replace(one, regret=regret, worst_routing=routing)
+            )
+    evidence.times = {key: tuple(sorted(entries, key=lambda timed: timed.rank)) for key, entries in by_layout.items()}

@@ -10,7 +10,7 @@ import msgspec
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
 from ..kernels.untuned import made_for_width, untuned_layout
-from .evidence import Evidence, Timed, gather, implementations
+from .evidence import Evidence, Timed, behind, gather, implementations
 from .fingerprint import changes, environment
 from .records import BASELINE, TIMING, Interval, Measurement, Plan
 from .store import Store
@@ -51,7 +51,7 @@ class AnchorReport(msgspec.Struct, frozen=True, kw_only=True):
     p50_us: float
     p80_us: float | None
     runner_up: str  # "kernel {config}" of the second best under the same protocol, "" if there is none
-    margin: float  # runner-up's time over the winner's, minus 1
+    margin: float  # runner-up's time over the winner's, minus 1; of ops with experts: of their largest regrets
     bf16_us: float | None  # BASELINE
     default_us: float | None  # what an untuned machine would have run
     roofline_us: float | None
@@ -183,7 +183,6 @@ def _anchor(
     default = untuned(evidence, m)
     bf16 = baseline_us(rows, m, best.protocol)
     roofline = roofline_us(evidence.problem, m, limits) if limits else None
-    worst_routing, worst = _worst(evidence, best)
     return AnchorReport(
         layout=layout,
         m=m,
@@ -194,7 +193,7 @@ def _anchor(
         p50_us=best.p50_us,
         p80_us=best.p80_us,
         runner_up=f"{second.candidate.kernel} {second.candidate.config}" if second else "",
-        margin=second.p50_us / best.p50_us - 1 if second else 0.0,
+        margin=behind(best, second) if second else 0.0,
         bf16_us=bf16,
         default_us=default.p50_us if default else None,
         roofline_us=roofline,
@@ -202,25 +201,9 @@ def _anchor(
         over_default=_ratio(default.p50_us if default else None, best.p50_us),
         of_roofline=_ratio(roofline, best.p50_us),
         by_routing_us=dict(best.by_routing_us),
-        worst_routing=worst_routing,
-        worst=worst,
+        worst_routing=best.worst_routing,
+        worst=best.regret - 1 if best.by_routing_us else None,
     )
-
-
-def _worst(evidence: Evidence, timed: Timed) -> tuple[str, float | None]:
-    """The routing at which a candidate is furthest behind the fastest one there, and how far."""
-    if not timed.by_routing_us:
-        return "", None
-    others = [
-        other
-        for (_, m), ranked in evidence.times.items()
-        for other in ranked
-        if m == timed.m and other.protocol == timed.protocol
-    ]
-    behind = {
-        name: us / min(other.by_routing_us[name] for other in others) - 1 for name, us in timed.by_routing_us.items()
-    }
-    return max(behind.items(), key=lambda entry: entry[1])
 
 
 def _ratio(other_us: float | None, own_us: float) -> float | None:

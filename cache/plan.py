@@ -4,7 +4,7 @@ For one layout, the Ms with a time are its anchors. The best candidate of an anc
 the anchor before it up to the anchor itself: M is rounded up, since a kernel that computes tiles takes at M at most
 the time it takes at the next anchor. The tuner refines a crossover by measuring at further Ms, which are anchors like
 any other. Beyond the last anchor its best candidate goes on. A kernel's default that is within 2 % of the best is
-taken: a smaller gain is not told apart from one run to the next.
+taken: a smaller gain is not told apart from one run to the next. `routings` says which is best with several routings.
 
 A candidate serves a range only if its kernel says it is valid at both ends and at the anchors inside, and if it did
 not fail at an M inside; else the next best of that anchor does. If none can, the next anchor's range begins earlier.
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from ..errors import InvalidInput, message
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
-from .evidence import Candidate, Evidence, Timed, gather
+from .evidence import Candidate, Evidence, Timed, behind, gather
 from .records import Environment, Interval, LayoutPlan, Measurement, Plan
 
 __all__ = [
@@ -157,8 +157,8 @@ def _piece(evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int | N
             serving.append(timed)
     if not serving:
         return None
-    fast_enough = serving[0].p50_us * (1 + DEFAULT_ADVANTAGE)
-    best = next((timed for timed in serving if timed.is_default and timed.p50_us <= fast_enough), serving[0])
+    near = (timed for timed in serving if timed.is_default and behind(serving[0], timed) <= DEFAULT_ADVANTAGE)
+    best = next(near, serving[0])
     return Piece(m_lo, m_hi, best, next((timed for timed in serving if timed is not best), None))
 
 
@@ -192,7 +192,7 @@ def _interval(piece: Piece) -> Interval:
         config=piece.best.candidate.config,
         expected_us=piece.best.p50_us,
         runner_up=f"{other.candidate.kernel} {other.candidate.config}" if other else "",
-        margin=other.p50_us / piece.best.p50_us - 1 if other else 0.0,
+        margin=behind(piece.best, other) if other else 0.0,
     )
 
 

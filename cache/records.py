@@ -84,7 +84,8 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     config: str
     expected_us: float  # measured at the interval's largest anchor
     runner_up: str = ""  # "kernel {config}" of the best other candidate there, measured under the same protocol
-    margin: float = 0.0  # runner-up's time over the winner's, minus 1; down to -2 % when the winner is the default
+    margin: float = 0.0  # runner-up's time over the winner's, minus 1; down to -2 % when the winner is the default.
+    # Of ops with experts: the same of their largest regrets (`routings`), by which they are ranked
 
 
 class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,21 +1,24 @@
-"""Ops with experts are timed with several routings: one time of a candidate out of those of all routings.
+"""Ops with experts are timed with several routings: how candidates are compared over all of them.
 
-It is the geometric mean. The ratio of two candidates is then the geometric mean of their ratios, so a routing counts
-no more for taking longer; and it depends on no other candidate, so that nothing that is measured later changes the
-order of two that were measured before. How far a candidate falls behind with its worst routing is shown beside it.
+The regret of a candidate with one routing is its time over the best time with that routing. The best candidate is the
+one whose largest regret is the least, since nobody knows the routings that are to come; of equals the one with the
+least geometric mean, which is also the one time that is shown and compared with other values of M and other layouts.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
+from typing import TypeVar
 
 import msgspec
 
 from ..kernels.problem import Problem
 from .records import ROUTINGS, Measurement
 
-__all__ = ["combine", "routings_of"]
+__all__ = ["combine", "routings_of", "worst_regrets"]
+
+K = TypeVar("K", bound=Hashable)
 
 
 def routings_of(problem: Problem) -> tuple[str, ...]:
@@ -44,6 +47,24 @@ def combine(problem: Problem, rows: Mapping[str, Measurement]) -> Measurement | 
         samples=min(row.samples for row in found),
         relative_error=max(errors, default=None),
     )
+
+
+def worst_regrets(times_us: Mapping[K, Mapping[str, float]]) -> dict[K, tuple[float, str]]:
+    """The largest regret of every candidate at one M, and with which routing.
+
+    Parameters
+    ----------
+    times_us
+        By candidate, then by routing: the same routings for all.
+    """
+    best_us: dict[str, float] = {}
+    for own in times_us.values():
+        for routing, us in own.items():
+            best_us[routing] = min(us, best_us.get(routing, us))
+    return {
+        candidate: max((us / best_us[routing], routing) for routing, us in own.items())
+        for candidate, own in times_us.items()
+    }
 
 
 def _mean(times_us: Iterable[float | None]) -> float | None:

@@ -8,7 +8,7 @@ import msgspec
 
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
-from .evidence import TRUST_LOST, Evidence, gather, implementations
+from .evidence import TRUST_LOST, Evidence, Timed, behind, gather, implementations
 from .records import BASELINE, TIMING, Measurement
 from .store import Store
 from .words import candidate_words, microseconds
@@ -24,7 +24,7 @@ class FateAt(msgspec.Struct, frozen=True, kw_only=True):
     p50_us: float | None = None
     best: str = ""  # "kernel {config}" of the winner in the same layout
     best_us: float | None = None
-    slower: float | None = None  # its time over the winner's, minus 1
+    slower: float | None = None  # its time over the winner's, minus 1; of ops with experts: of their largest regrets
     reason: str = ""  # in words
 
 
@@ -166,9 +166,10 @@ def _fate_at(evidence: Evidence, kernel: Kernel, config: object, rows: Sequence[
     name = f"{best.candidate.kernel} {best.candidate.config}"
     if mine is best:
         return FateAt(m=m, outcome="won", p50_us=mine.p50_us, best=name, best_us=best.p50_us, slower=0.0)
-    slower = mine.p50_us / best.p50_us - 1
-    lost = mine.protocol == best.protocol
+    slower = behind(best, mine) if (lost := mine.protocol == best.protocol) else mine.p50_us / best.p50_us - 1
     words = f"{microseconds(mine.p50_us)} µs against {microseconds(best.p50_us)} µs of {candidate_words(name)}"
+    if lost and mine.by_routing_us:
+        words += f"; furthest behind the fastest {_worst_words(mine)}, the other {_worst_words(best)}"
     return FateAt(
         m=m,
         outcome="lost" if lost else "screened out",
@@ -178,6 +179,10 @@ def _fate_at(evidence: Evidence, kernel: Kernel, config: object, rows: Sequence[
         slower=slower,
         reason=words if lost else f"{words}, which was measured in a final; this one was only screened",
     )
+
+
+def _worst_words(timed: Timed) -> str:
+    return f"with {timed.worst_routing} routing, by {timed.regret - 1:.0%}"
 
 
 def _error_words(row: Measurement) -> str:

@@ -149,8 +149,8 @@ def show_report(console: Console, found: ProblemReport) -> None:
     if any(at.by_routing_us for at in found.anchors):
         console.print("±: half of what lies between the 20th and the 80th percentile; untuned: times faster")
         console.print(
-            "µs: geometric mean over balanced, random and skewed routing; worst routing: where it is furthest behind"
-            " the fastest candidate there, and how far",
+            "µs: geometric mean over the routings; worst routing: where it is furthest behind the fastest candidate"
+            " there, and how far, which is what decides",
             soft_wrap=True,
         )
     elif found.anchors:

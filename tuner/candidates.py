@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from ..cache.records import BASELINE, TIMING, Measurement, Plan
-from ..cache.routings import combine
+from ..cache.routings import combine, worst_regrets
 from ..kernels import registry
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
@@ -194,6 +194,20 @@ class Known:
             whole = combine(row.problem, parts)
             if whole is not None:
                 (self.screens if row.protocol == "screen" else self.finals).setdefault(entrant, {})[row.m] = whole
+
+    def by_routing(self, entrant: Entrant, m: int, protocol: str) -> dict[str, Measurement]:
+        """The newest row of every routing."""
+        return self._parts.get((entrant, m, protocol), {})
+
+    def ranked(self, entrants: Iterable[Entrant], m: int, protocol: str = "screen") -> list[Entrant]:
+        """Those that were timed at m, best first: the least worst-case regret, of equals the least time."""
+        rows = self.screens if protocol == "screen" else self.finals
+        timed = {entrant: rows[entrant][m] for entrant in entrants if m in rows.get(entrant, {})}
+        parts = {entrant: self.by_routing(entrant, m, protocol) for entrant in timed}
+        regrets = worst_regrets(
+            {e: {name: row.p50_us or math.inf for name, row in own.items()} for e, own in parts.items()}
+        )
+        return sorted(timed, key=lambda e: (regrets[e][0], timed[e].p50_us or math.inf, e.kernel, e.config))
 
     def given_up(self, entrant: Entrant) -> bool:
         """Whether a failure ended this candidate at all M."""

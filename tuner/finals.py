@@ -31,17 +31,13 @@ def run_baseline(run: ProblemRun) -> None:
 
 
 def entrants_at(run: ProblemRun, m: int, incumbent: Plan | None) -> tuple[Entrant, ...]:
-    """The four fastest screens, the two fastest of every layout, what runs untuned, the incumbent, the baseline."""
-    times = {
-        entrant: candidate.layout
-        for entrant, candidate in run.candidates.items()
-        if m in run.known.screens.get(entrant, {}) and run.known.usable(entrant, m)
-    }
-    ranked = sorted(times, key=lambda entrant: (run.known.screens[entrant][m].p50_us or math.inf, entrant.config))
+    """The four best screens, the two best of every layout, what runs untuned, the incumbent, the baseline."""
+    layouts = {entrant: one.layout for entrant, one in run.candidates.items() if run.known.usable(entrant, m)}
+    ranked = run.known.ranked(layouts, m)
     best_us = run.known.best_us()
     chosen = [e for e in ranked if (run.known.screens[e][m].p50_us or math.inf) <= HOPELESS * best_us[m]][:BEST]
-    for layout in sorted(set(times.values())):
-        chosen += [entrant for entrant in ranked if times[entrant] == layout][:BEST_OF_LAYOUT]
+    for layout in sorted(set(layouts.values())):
+        chosen += [entrant for entrant in ranked if layouts[entrant] == layout][:BEST_OF_LAYOUT]
     default = default_at(run.session.device, run.problem, m, run.candidates)
     others = [default] if default else []
     for interval in incumbent.intervals() if incumbent else ():
@@ -118,12 +114,14 @@ def _serves(run: ProblemRun, entrant: Entrant, m: int) -> bool:
 
 
 def _differ(run: ProblemRun, pair: list[Entrant], m: int) -> bool:
-    """Whether the upper winner beats the lower one beyond noise at m; within it, where they cross does not matter."""
-    rows = [run.known.finals.get(entrant, {}).get(m) for entrant in pair]
-    if rows[0] is None or rows[1] is None:
+    """Whether the upper winner beats the lower one beyond noise at m, with one routing at least.
+
+    Within noise, where they cross does not matter.
+    """
+    if any(m not in run.known.finals.get(entrant, {}) for entrant in pair):
         return True
-    below, above = (_timing(row) for row in rows if row is not None)
-    return beats(above, below)
+    below, above = (run.known.by_routing(entrant, m, "final") for entrant in pair)
+    return any(beats(_timing(above[routing]), _timing(below[routing])) for routing in below.keys() & above.keys())
 
 
 def _timing(row: Measurement) -> Timing:

@@ -175,18 +175,15 @@ class _Order:
 
 
 def standings(run: ProblemRun) -> tuple[Standing, ...]:
-    """The fastest candidate at every M: among finals where there are some, else among screens."""
+    """The best candidate at every M: among finals where there are some, else among screens."""
     found = []
     for m in sorted({*run.ms, *(m for rows in run.known.finals.values() for m in rows)}):
         for protocol, rows in (("final", run.known.finals), ("screen", run.known.screens)):
-            times = {
-                entrant: by_m[m].p50_us or math.inf
-                for entrant, by_m in rows.items()
-                if m in by_m and entrant in run.candidates and run.known.usable(entrant, m)
-            }
-            if not times:
+            usable = [entrant for entrant in rows if entrant in run.candidates and run.known.usable(entrant, m)]
+            ranked = run.known.ranked(usable, m, protocol)
+            if not ranked:
                 continue
-            best = min(times, key=lambda entrant: (times[entrant], entrant.kernel, entrant.config))
+            best, times = ranked[0], {entrant: rows[entrant][m].p50_us or math.inf for entrant in ranked}
             default = default_at(run.session.device, run.problem, m, run.candidates)
             found.append(
                 Standing(

@@ -55,6 +55,9 @@ def test_why_a_config_of_experts_lost(run, measured):
     done = run("inspect", NAME, "--why", "cpu_moe", "--db", measured)
     assert done.code == 0 and "block_rows=64" in done.out
     assert "16.9 µs against 11.4 µs" in " ".join(done.out.split())
+    (_, lost) = json.loads(run("inspect", NAME, "--why", "cpu_moe", "--db", measured, "--json").out)["candidates"]
+    assert lost["at"][0]["slower"] == pytest.approx(2 / 1.25 - 1)
+    assert lost["at"][0]["reason"].endswith("with random routing, by 100%, the other with skewed routing, by 25%")
 
 
 def test_what_was_not_measured_names_the_command(run, measured):

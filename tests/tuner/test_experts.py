@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+import msgspec
 import pytest
 import torch
 from nvfp4.cache.records import ROUTINGS, TIMING, Environment, Measurement
@@ -238,6 +239,16 @@ def test_an_m_without_all_its_routings_is_still_to_be_measured():
     known.add(measured(MOE, 4, "skewed", 27.0))
     assert known.screens[one][4].p50_us == pytest.approx(6.0)
     assert known.best_us() == {4: pytest.approx(6.0)}
+
+
+def test_screens_are_ranked_by_the_worst_case_regret():
+    known, times = Known({"cpu_moe": "i"}), {"a": (10.0, 10.0, 15.0), "b": (13.0, 13.0, 10.0), "c": (20.0, 20.0, 20.0)}
+    for config, own in times.items():
+        for routing, us in zip(ROUTINGS, own, strict=True):
+            known.add(msgspec.structs.replace(measured(MOE, 4, routing, us), config=config))
+    known.add(msgspec.structs.replace(measured(MOE, 4, "random", 1.0), config="d"))  # not all of its routings
+    entrants = [Entrant(kernel="cpu_moe", config=config) for config in "abcd"]
+    assert [entrant.config for entrant in known.ranked(entrants, 4)] == ["b", "a", "c"]
 
 
 def test_tuning_leaves_plans_and_the_next_run_measures_nothing(tmp_path, pace, monkeypatch):
