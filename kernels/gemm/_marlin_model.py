@@ -23,7 +23,8 @@ __all__ = [
     "token_tile",
 ]
 
-TOKENS = (8, 16, 24, 32, 64)  # per tile
+# Per tile, and which M. 32 also for what 24 would hold: one candidate can then serve from 17 on.
+TOKENS = {8: (1, 8), 16: (9, 16), 24: (17, 24), 32: (17, 32), 64: (33, 64)}
 REGISTERS = 65536  # of a multiprocessor
 RESERVED_SMEM = 1024  # bytes that the driver takes for every block
 MAX_SPLIT = 8  # a portable cluster
@@ -39,7 +40,7 @@ IN_FLIGHT = (13, 3)  # shared memory over the bytes of weights under way, at lea
 class MarlinConfig(Config):
     """One compiled tile, and how many blocks share its K."""
 
-    tokens: int  # per tile: as few as hold M
+    tokens: int  # per tile: see TOKENS
     subtiles: int  # of 16 rows, per warp
     row_groups: int  # warps along the rows; they share x
     k_groups: int  # warps along K
@@ -67,7 +68,7 @@ class MarlinConfig(Config):
 
 def token_tile(m: int) -> int:
     """The smallest token tile that holds m."""
-    return next((t for t in TOKENS if m <= t), TOKENS[-1])
+    return next((t for t in TOKENS if m <= t), max(TOKENS))
 
 
 def row_tiles(problem: Problem, c: MarlinConfig) -> int:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SOURCE = Path(__file__).with_suffix(".cu")
-MAX_M = TOKENS[-1]
+MAX_M = max(TOKENS)
 ARGS = "8PQ5I"  # struct Args of the source
 
 
@@ -71,7 +71,8 @@ class Marlin(Kernel):
     def is_valid(self, device: Device, problem: Problem, config: MarlinConfig, m: int) -> Verdict:
         """Tiles that suit M, work for every warp, and what a multiprocessor holds."""
         c = config
-        if m > MAX_M or c.tokens != token_tile(m):
+        low, high = TOKENS[c.tokens]
+        if not low <= m <= high:
             return Verdict.no(f"tiles of {c.tokens} tokens are not for M = {m}")
         if device.capability < (9, 0) and (c.copy == "bulk" or (c.split > 1 and c.meet == "cluster")):
             return Verdict.no("bulk copies and clusters need sm_90")
@@ -87,7 +88,7 @@ class Marlin(Kernel):
         return Space(
             MarlinConfig,
             {
-                "tokens": TOKENS,
+                "tokens": tuple(TOKENS),
                 "subtiles": (1, 2, 3, 4, 8),
                 "row_groups": (1, 2, 3, 4, 6, 7, 8),
                 "k_groups": (1, 2, 4, 8, 16),

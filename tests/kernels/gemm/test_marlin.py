@@ -57,7 +57,7 @@ def test_the_default_is_valid_for_every_m_up_to_64_and_none_beyond(arch):
 def test_the_space_is_enumerable():
     for n, k in SIZES:
         problem = Problem(n=n, k=k)
-        count = sum(len(valid_configs(H200, problem, m)) for m in (8, 16, 24, 32, 64))
+        count = len({c for m in (8, 16, 24, 32, 64) for c in valid_configs(H200, problem, m)})
         assert 0 < count < 2700, (n, k, count)
 
 
@@ -80,6 +80,15 @@ def test_k_is_not_split_further_than_fills_the_device():
         assert "half of 8" in KERNEL.is_valid(H200, problem, config, 1).reason
         assert KERNEL.default_config(H200, problem, 1).split <= 2
     assert any(c.split == 8 for c in valid_configs(H200, Problem(n=512, k=2048), 8))  # where it takes so many
+
+
+def test_one_config_can_serve_17_to_32_tokens():
+    """With tiles of 24 and of 32 for their own M only, a plan took a slower kernel for all of 17 to 32."""
+    problem = Problem(n=4096, k=4096)
+    config = KERNEL.default_config(H200, problem, 32)
+    assert config.tokens == 32 and KERNEL.default_config(H200, problem, 17).tokens == 24
+    assert all(KERNEL.is_valid(H200, problem, config, m) for m in (17, 24, 25, 32))
+    assert not any(KERNEL.is_valid(H200, problem, config, m) for m in (8, 16, 33))
 
 
 def test_refusals_say_why():
