@@ -35,7 +35,8 @@ TOKENS = {
     192: (129, None),
     256: (129, None),
 }
-TILES = ((64, 1), (128, 1), (128, 2), (256, 2), (256, 4))  # rows and the warpgroups that share them
+# Rows and the warpgroups that share them. 192 for waves that others leave part-filled: 6144 rows are 32 such tiles.
+TILES = ((64, 1), (128, 1), (128, 2), (192, 3), (256, 2), (256, 4))
 # In flight per multiprocessor. Few tokens: more is slower (28672x4096, M = 16, 22 KB stages: 3, 4, 5, 6, 7, 9 of them
 # took 23.9, 22.5, 22.8, 23.6, 25.0, 27.5 us; H200, the prototype of this kernel).
 RING_BYTES = (40 << 10, 112 << 10)
@@ -120,10 +121,10 @@ class CuteDslWgmma(Kernel):
         return Space(
             CuteDslWgmmaConfig,
             {
-                "rows": (64, 128, 256),
+                "rows": (64, 128, 192, 256),
                 "tokens": tuple(TOKENS),
                 "block_k": (64, 128),
-                "warpgroups": (1, 2, 4),
+                "warpgroups": (1, 2, 3, 4),
                 "stages": (3, 4, 5, 6, 8, 10),
                 "schedule": ("each", "ends", "ends-prefetch"),
                 "blocks_per_sm": (1, 2),
