@@ -9,13 +9,16 @@ from typing import Any, TypeAlias
 from ..kernels.kernel import Kernel, implementation_hash
 from ..kernels.problem import Device, Problem
 from .fingerprint import is_current
-from .records import BASELINE, TIMING, Measurement
-from .routings import combine, worst_regrets
+from .records import BASELINE, RECORDED, TIMING, Measurement
+from .routings import combine, routings_of, worst_regrets
 
 __all__ = ["Candidate", "Evidence", "Timed", "behind", "gather", "implementations"]
 
 # By candidate and M, then by protocol, then by routing.
 _Newest: TypeAlias = dict[tuple["Candidate", int], dict[str, dict[str, Measurement]]]
+
+# By M and protocol: of the routings that users recorded the one that was timed last. Only it counts.
+_Recorded: TypeAlias = dict[tuple[int, str], str]
 
 TRUST_LOST = ("wrong", "nan")  # at any M: a kernel that computed garbage once is planned nowhere
 
@@ -33,7 +36,8 @@ class Candidate:
 class Timed:
     """The time of a candidate at one M: its newest "final" row, else its newest "screen" row.
 
-    Of ops with experts: the newest of every routing, and `routings.combine` of them.
+    Of ops with experts: the newest of every routing, and `routings.combine` of them. Where some candidate was timed
+    with a recorded routing, those that were not have no time.
     """
 
     candidate: Candidate
@@ -128,6 +132,7 @@ def gather(
     usable = _usable_kernels(device, problem, kernels, allow_nondeterministic)
     seen: dict[tuple[str, str], Candidate | None] = {}
     newest: _Newest = {}
+    recorded: _Recorded = {}
     for row in measurements:
         if row.device != device or row.problem != problem or row.layout != usable.get(row.kernel):
             continue
@@ -146,7 +151,9 @@ def gather(
             evidence.failures.get(candidate, {}).pop(row.m, None)
             if is_current(row, known, timing=timing):
                 newest.setdefault((candidate, row.m), {}).setdefault(row.protocol, {})[row.routing] = row
-    _rank(evidence, newest)
+                if row.routing.startswith(RECORDED):
+                    recorded[row.m, row.protocol] = row.routing
+    _rank(evidence, newest, recorded)
     return evidence
 
 
@@ -165,13 +172,13 @@ def _usable_kernels(
 
 
 def _decisive(
-    problem: Problem, by_protocol: Mapping[str, Mapping[str, Measurement]]
+    problem: Problem, m: int, by_protocol: Mapping[str, Mapping[str, Measurement]], recorded: _Recorded
 ) -> tuple[Measurement | None, Mapping[str, Measurement]]:
     """The row that counts, a final where there is one, and what it was made from."""
     for protocol in ("final", "screen"):
-        rows = by_protocol.get(protocol, {})
-        if (row := combine(problem, rows)) is not None:
-            return row, rows
+        rows, name = by_protocol.get(protocol, {}), recorded.get((m, protocol), "")
+        if (row := combine(problem, rows, name)) is not None:
+            return row, {routing: rows[routing] for routing in routings_of(problem, name)}
     return None, {}
 
 
@@ -184,11 +191,11 @@ def _candidate(evidence: Evidence, row: Measurement) -> Candidate | None:
     return candidate
 
 
-def _rank(evidence: Evidence, newest: _Newest) -> None:
+def _rank(evidence: Evidence, newest: _Newest, recorded: _Recorded) -> None:
     found: dict[tuple[int, str], list[Timed]] = {}
     defaults: dict[tuple[str, int], Any] = {}
     for (candidate, m), by_protocol in newest.items():
-        row, rows = _decisive(evidence.problem, by_protocol)
+        row, rows = _decisive(evidence.problem, m, by_protocol, recorded)
         if row is None or row.p50_us is None or candidate in evidence.distrusted:
             continue
         if m in evidence.failures.get(candidate, {}) or not evidence.is_valid(candidate, m):

@@ -13,6 +13,7 @@ from ..kernels.problem import Device, Problem
 __all__ = [
     "BASELINE",
     "PROTOCOLS",
+    "RECORDED",
     "ROUTINGS",
     "STATUSES",
     "TIMING",
@@ -32,6 +33,8 @@ PROTOCOLS = ("screen", "final", "burst")
 # Which experts the tokens of a measurement went to, for ops with experts: tokens to all experts alike, to independent
 # ones, and to some far more often than to others (Zipf). docs/timing.md says how they are made.
 ROUTINGS = ("balanced", "random", "skewed")
+
+RECORDED = "recorded-"  # begins the name of a routing that a user recorded; 12 hex digits of its content follow
 
 TIMING = "1"  # version of the timing protocol: rows of other versions are not compared
 
@@ -63,7 +66,9 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     m: int
     status: str  # one of STATUSES
     protocol: str = "screen"  # one of PROTOCOLS
-    routing: str = ""  # one of ROUTINGS for a time of an op with experts; "" for gemm and for failures
+    routing: str = (
+        ""  # one of ROUTINGS, or RECORDED and a hash, for a time of an op with experts; "" for gemm and for failures
+    )
     p20_us: float | None = None
     p50_us: float | None = None
     p80_us: float | None = None

@@ -7,6 +7,7 @@ least geometric mean, which is also the one time that is shown and compared with
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Hashable, Iterable, Mapping
 from typing import TypeVar
@@ -14,24 +15,32 @@ from typing import TypeVar
 import msgspec
 
 from ..kernels.problem import Problem
-from .records import ROUTINGS, Measurement
+from .records import RECORDED, ROUTINGS, Measurement
 
-__all__ = ["combine", "routings_of", "worst_regrets"]
+__all__ = ["combine", "is_routing", "routings_of", "worst_regrets"]
 
 K = TypeVar("K", bound=Hashable)
 
 
-def routings_of(problem: Problem) -> tuple[str, ...]:
-    """The routings with which a problem is timed: one without a name where there are no experts."""
-    return ("",) if problem.op == "gemm" else ROUTINGS
+def routings_of(problem: Problem, recorded: str = "") -> tuple[str, ...]:
+    """The routings with which a problem is timed: one without a name where there are no experts.
+
+    `recorded` is the name of one that a user recorded.
+    """
+    return ("",) if problem.op == "gemm" else (*ROUTINGS, recorded) if recorded else ROUTINGS
 
 
-def combine(problem: Problem, rows: Mapping[str, Measurement]) -> Measurement | None:
+def is_routing(name: str) -> bool:
+    """Whether a row may have this routing."""
+    return name in ("", *ROUTINGS) or re.fullmatch(f"{RECORDED}[0-9a-f]{{12}}", name) is not None
+
+
+def combine(problem: Problem, rows: Mapping[str, Measurement], recorded: str = "") -> Measurement | None:
     """One row out of those of a candidate at one M, by routing; None while the time of some routing is missing.
 
     Times are geometric means, the relative error is the largest, and samples are the fewest of any routing.
     """
-    wanted = routings_of(problem)
+    wanted = routings_of(problem, recorded)
     found = [rows[routing] for routing in wanted if routing in rows and rows[routing].p50_us is not None]
     if len(found) < len(wanted):
         return None

@@ -10,14 +10,14 @@ from __future__ import annotations
 import sqlite3
 from typing import TYPE_CHECKING
 
-from .records import PROTOCOLS, ROUTINGS, STATUSES
+from .records import PROTOCOLS, RECORDED, ROUTINGS, STATUSES
 
 if TYPE_CHECKING:
     from sqlite_utils import Database, Migrations
 
 __all__ = ["APPLICATION_ID", "VERSION", "migrate"]
 
-VERSION = 2  # the number of migrations below
+VERSION = 3  # the number of migrations below
 APPLICATION_ID = 0x4E564634  # "NVF4" in the file's header
 
 
@@ -40,6 +40,7 @@ def _migrations() -> Migrations:
     migrations = Migrations("nvfp4")
     migrations()(first_tables)
     migrations()(routings)
+    migrations()(recorded_routings)
     return migrations
 
 
@@ -58,6 +59,23 @@ def routings(db: Database) -> None:
     db.execute("DROP VIEW measurements")
     db.execute(_MEASUREMENTS_WITH_ROUTING)
     db.execute("PRAGMA user_version = 2")
+
+
+def recorded_routings(db: Database) -> None:
+    """Version 3: routings that users recorded. SQLite cannot change a CHECK, so the column is made anew."""
+    known = f"routing_2 IN ({_words(('', *ROUTINGS))}) OR routing_2 GLOB '{RECORDED}*'"
+    for statement in (
+        "DROP VIEW measurements",
+        "DROP TRIGGER measurement_is_append_only",
+        f"ALTER TABLE measurement ADD COLUMN routing_2 TEXT NOT NULL DEFAULT '' CHECK ({known})",
+        "UPDATE measurement SET routing_2 = routing WHERE routing <> ''",
+        "ALTER TABLE measurement DROP COLUMN routing",
+        "ALTER TABLE measurement RENAME COLUMN routing_2 TO routing",
+        _IS_APPEND_ONLY,
+        _MEASUREMENTS_WITH_ROUTING,
+        "PRAGMA user_version = 3",
+    ):
+        db.execute(statement)
 
 
 def _words(values: tuple[str, ...]) -> str:
@@ -142,12 +160,13 @@ _MEASUREMENT = f"""
     ) STRICT
 """
 
-_APPEND_ONLY = (
-    "CREATE INDEX measurement_by_problem ON measurement (device_id, problem_id, m)",
-    """
+_IS_APPEND_ONLY = """
     CREATE TRIGGER measurement_is_append_only BEFORE UPDATE ON measurement
     BEGIN SELECT RAISE (ABORT, 'measurements are append-only: add a new row instead'); END
-    """,
+"""
+_APPEND_ONLY = (
+    "CREATE INDEX measurement_by_problem ON measurement (device_id, problem_id, m)",
+    _IS_APPEND_ONLY,
 )
 
 # number orders the plans of a problem: the largest is the one in force. A clock would not do, it can go backwards.

@@ -15,7 +15,8 @@ from ..errors import DatabaseError, InvalidInput, message
 from ..kernels.problem import Device, Problem
 from . import rows
 from .files import connect_reader, connect_writer, default_path, explain, failure, set_aside, settle
-from .records import PROTOCOLS, ROUTINGS, STATUSES, Measurement, Plan
+from .records import PROTOCOLS, RECORDED, ROUTINGS, STATUSES, Measurement, Plan
+from .routings import is_routing
 from .schema import migrate
 
 if TYPE_CHECKING:
@@ -229,10 +230,9 @@ def _check(measurement: Measurement) -> None:
         raise InvalidInput(
             message("a measurement with an unknown protocol", got=measurement.protocol, expected=", ".join(PROTOCOLS))
         )
-    if measurement.routing not in ("", *ROUTINGS):
-        raise InvalidInput(
-            message("a measurement with an unknown routing", got=measurement.routing, expected=", ".join(ROUTINGS))
-        )
+    if not is_routing(measurement.routing):
+        expected = f"{', '.join(ROUTINGS)}, or {RECORDED} and 12 hex digits"
+        raise InvalidInput(message("a measurement with an unknown routing", got=measurement.routing, expected=expected))
     if measurement.status == "ok" and not (measurement.p50_us is not None and 0 < measurement.p50_us < float("inf")):
         raise InvalidInput(
             message('a measurement with status "ok" needs its median', got=measurement.p50_us, expected="p50_us > 0")

@@ -26,6 +26,12 @@ __all__ = ["tune"]
 @click.option("--allow-nondeterministic", is_flag=True, help="Also kernels whose last bits differ from run to run.")
 @click.option("--budget", type=parse_duration, metavar="TIME", help="For all problems together: 90s, 5m, 1h30m.")
 @click.option("--quick", is_flag=True, help="Fewer M, and crossovers between kernels are not refined.")
+@click.option(
+    "--routing",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Recorded ids [tokens, top_k] of experts, as .npy, .safetensors or .json: timed with these too.",
+)
 @device_option
 @database_option
 @click.option("--list-models", is_flag=True, help="Print the names of the shipped models and stop.")
@@ -47,6 +53,7 @@ def tune(
     allow_nondeterministic: bool,
     budget: float | None,
     quick: bool,
+    routing: Path | None,
     device: str | None,
     db: Path | None,
     list_models: bool,
@@ -63,6 +70,7 @@ def tune(
       nvfp4 tune --checkpoint path/to/model-NVFP4
       nvfp4 tune --shape 4096,14336 --shape 6144,4096 --m 1,8,64-512
       nvfp4 tune --moe experts=128,top_k=8,hidden=2048,inter=768
+      nvfp4 tune --model qwen3-30b-a3b --routing topk_ids.npy
       nvfp4 tune --quick --shape 4096,4096 --json > events.jsonl
 
     \b
@@ -89,6 +97,7 @@ def tune(
                 events=shown,
                 kernels=kernels or None,
                 allow_nondeterministic=allow_nondeterministic,
+                routing=routing,
             )
     except Interrupted as stop:
         result = stop.result

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 from typing import Any
 
-from ..cache.records import BASELINE, TIMING, Measurement, Plan
-from ..cache.routings import combine, worst_regrets
+from ..cache.records import BASELINE, RECORDED, TIMING, Measurement, Plan
+from ..cache.routings import combine, routings_of, worst_regrets
 from ..kernels import registry
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
@@ -174,6 +174,8 @@ class Known:
     """What was measured for one problem on one device: earlier runs' rows and this one's."""
 
     implementations: Mapping[str, str]  # of every kernel and the baseline, by name
+    recorded: str = ""  # name of the routing that a user recorded, with which this run measures too
+    others: set[str] = field(default_factory=set)  # recorded routings of other runs
     screens: dict[Entrant, dict[int, Measurement]] = field(default_factory=dict)
     finals: dict[Entrant, dict[int, Measurement]] = field(default_factory=dict)
     failed: dict[Entrant, dict[int, str]] = field(default_factory=dict)  # status by M
@@ -189,15 +191,18 @@ class Known:
         if row.status != "ok":
             self.failed.setdefault(entrant, {})[row.m] = row.status
         elif row.protocol in ("screen", "final"):
+            if row.routing.startswith(RECORDED) and row.routing != self.recorded:
+                self.others.add(row.routing)
             parts = self._parts.setdefault((entrant, row.m, row.protocol), {})
             parts[row.routing] = row
-            whole = combine(row.problem, parts)
+            whole = combine(row.problem, parts, self.recorded)
             if whole is not None:
                 (self.screens if row.protocol == "screen" else self.finals).setdefault(entrant, {})[row.m] = whole
 
     def by_routing(self, entrant: Entrant, m: int, protocol: str) -> dict[str, Measurement]:
-        """The newest row of every routing."""
-        return self._parts.get((entrant, m, protocol), {})
+        """The newest row of every routing of this run."""
+        parts = self._parts.get((entrant, m, protocol), {})
+        return {name: row for name, row in parts.items() if name in routings_of(row.problem, self.recorded)}
 
     def ranked(self, entrants: Iterable[Entrant], m: int, protocol: str = "screen") -> list[Entrant]:
         """Those that were timed at m, best first: the least worst-case regret, of equals the least time."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..cache.records import ROUTINGS
+from ..cache.routings import routings_of
 from ..kernels import reference
 from ..kernels.kernel import Kernel, Launcher
 from ..kernels.moe.activations import constants
@@ -20,8 +21,10 @@ from ..kernels.problem import Device, Problem
 from ..testing.close import moe_tolerance, relative_error, relative_tolerance
 from ..testing.experts import GroupedCase, MoeCase, experts_case, random_weight
 from .inputs import COLD, MAX_COPIES, byte_sum, copies_needed, rotating, rows_to_check
+from .messages import Recorded
 from .outcome import Step, Wrong
 from .output import Output
+from .recorded import recorded_ids
 from .routing import relabel, relabelings, routed_ids
 from .timing import Launch
 from .trial import Trial, bound, gate_ms
@@ -46,10 +49,14 @@ class _Gate:
 class ExpertsTrial(Trial):
     """See Trial. Only the checkpoint layout exists for experts."""
 
-    routings = ROUTINGS
-
     def __init__(
-        self, device: Device, place: torch.device, problem: Problem, ms: Sequence[int], sync: Callable[[], None]
+        self,
+        device: Device,
+        place: torch.device,
+        problem: Problem,
+        ms: Sequence[int],
+        sync: Callable[[], None],
+        recorded: Recorded | None = None,
     ) -> None:
         p = self.problem = problem
         self.device, self.place = device, place
@@ -58,7 +65,10 @@ class ExpertsTrial(Trial):
         tokens, top_k = max(ms), p.top_k or 1
         self.x = torch.randn(tokens, p.k, device=place).to(self.dtype)
         self.router = torch.rand(tokens, top_k, device=place) + 0.1
+        self.routings = routings_of(p, recorded.name if recorded else "")
         self.ids = {name: routed_ids(name, p.experts, tokens, top_k).to(place) for name in ROUTINGS}
+        if recorded is not None:
+            self.ids[recorded.name] = recorded_ids(recorded, p, tokens).to(place)
         self.relabelings = relabelings(p.experts, MAX_COPIES[device.kind]).to(place)
         self.copies = self._copies()
         self._gates: dict[tuple[int, int], _Gate] = {}

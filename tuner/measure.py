@@ -17,7 +17,7 @@ from ..kernels.kernel import Kernel, Launcher
 from ..kernels.problem import Device, Problem
 from .experts_trial import ExpertsTrial
 from .gemm_trial import GemmTrial
-from .messages import Ceiling, Done, Entrant, Pace, Race, Screen, Started
+from .messages import Ceiling, Done, Entrant, Pace, Race, Recorded, Screen, Started
 from .outcome import Say, Step, Wrong, classify, describe_error
 from .statistics import HOPELESS, Timing, geometric_mean, hopeless, percentile, spread, summarise
 from .timing import CaptureError, Launch, Replay, Round, make_timer
@@ -54,7 +54,7 @@ class Measurer:
         for op in registry.OPS:  # a kernel that cannot be imported is no candidate's failure: it raises here
             registry.kernels(op)
         self._trial: Trial | None = None
-        self._key: tuple[Problem, tuple[int, ...]] | None = None
+        self._key: tuple[Problem, tuple[int, ...], Recorded | None] | None = None
         self._launchers: dict[Entrant, tuple[Kernel, Launcher]] = {}
 
     def screen(self, request: Screen, say: Say) -> Done:
@@ -63,7 +63,7 @@ class Measurer:
         A failure ends it, but for an M that it cannot be launched at or has no memory for.
         """
         step = Step(say, request.entrant, "screen")
-        done = self._prepare(request.device, request.problem, request.all_ms, step)
+        done = self._prepare(request, step)
         if done is not None:
             return done
         served = tuple(sorted({*request.ms, *request.known_us}))
@@ -104,7 +104,7 @@ class Measurer:
         """Time the entrants at one M in turns, once per routing; one that fails is left out of the race."""
         steps = [Step(say, entrant, request.protocol) for entrant in request.entrants]
         for step in steps[:1]:
-            done = self._prepare(request.device, request.problem, request.all_ms, step)
+            done = self._prepare(request, step)
             if done is not None:
                 return done
         for routing in self._at_hand().routings:
@@ -206,16 +206,17 @@ class Measurer:
         finally:
             replay.close()
 
-    def _prepare(self, device: Device, problem: Problem, ms: tuple[int, ...], step: Step) -> Done | None:
-        if self._key == (problem, ms):
+    def _prepare(self, request: Screen | Race, step: Step) -> Done | None:
+        problem, ms, recorded = request.problem, request.all_ms, request.recorded
+        if self._key == (problem, ms, recorded):
             return None
         step.begin("prepare", 0)
         try:
             self.close()
-            kind = GemmTrial if problem.op == "gemm" else ExpertsTrial
-            self._trial = kind(device, self.place, problem, ms, self.timer.sync)
+            made = (request.device, self.place, problem, ms, self.timer.sync)
+            self._trial = GemmTrial(*made) if problem.op == "gemm" else ExpertsTrial(*made, recorded)
             self.timer.sync()
-            self._key = (problem, ms)
+            self._key = (problem, ms, recorded)
         except (RuntimeError, MemoryError) as error:
             detail = describe_error(error)
             self.close()

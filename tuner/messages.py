@@ -18,6 +18,7 @@ __all__ = [
     "Line",
     "Pace",
     "Race",
+    "Recorded",
     "Row",
     "Screen",
     "Started",
@@ -55,6 +56,15 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recorded:
+    """A routing that a user recorded; `recorded.recorded_ids` unpacks it."""
+
+    name: str  # as in the rows: cache.records.RECORDED and a hash of all that was recorded
+    ids: bytes = field(repr=False)  # int32 [tokens, top_k]
+    top_k: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Screen:
     """Check one candidate, then time it briefly at every M that is not hopeless."""
 
@@ -66,6 +76,7 @@ class Screen:
     best_us: dict[int, float] = field(default_factory=dict)  # the fastest known screen of any candidate
     known_us: dict[int, float] = field(default_factory=dict)  # this candidate's screens from earlier runs
     pace: Pace = Pace()
+    recorded: Recorded | None = None  # timed with this routing too, if the problem has experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +90,7 @@ class Race:
     all_ms: tuple[int, ...]
     protocol: str = "final"
     pace: Pace = Pace()
+    recorded: Recorded | None = None  # timed with this routing too, if the problem has experts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

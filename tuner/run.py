@@ -19,6 +19,7 @@ from .candidates import Known, candidates_of, neighbours
 from .events import CeilingsMeasured, Event, Note, ProblemFinished, ProblemStarted, TuningFinished, TuningStarted
 from .finals import decide, refine, run_baseline, run_finals
 from .messages import Pace
+from .recorded import read_routing
 from .search import screen_all, standings, submit_builds
 from .session import ProblemRun, Session, Unprepared
 from .worker import Worker
@@ -85,6 +86,7 @@ def tune(
     allow_nondeterministic: bool = False,
     pace: Pace | None = None,
     hang_s: float | None = None,
+    routing: Path | None = None,
 ) -> Result:
     """Measure every candidate of every problem and save a plan for each. Continues where an earlier run stopped.
 
@@ -111,6 +113,8 @@ def tune(
         How long things are timed; for tests.
     hang_s
         Seconds without a sign of life after which the worker is killed; by default 30 on CUDA, 120 on a CPU.
+    routing
+        A file with a recorded routing, as `recorded.read_routing` reads it: with it problems of experts are timed too.
 
     Returns
     -------
@@ -124,7 +128,7 @@ def tune(
     DatabaseError
         The database cannot be opened or written. What was saved before stays.
     InvalidInput
-        No problem, no M, an M below 1, or an unknown kernel.
+        No problem, no M, an M below 1, an unknown kernel, or a routing that does not fit the problems.
     Interrupted
         Ctrl-C; a KeyboardInterrupt with the partial result.
     """
@@ -133,6 +137,10 @@ def tune(
         raise InvalidInput(message("nothing to tune", got=f"{len(problems)} problems at M = {chosen_ms}"))
     installed = _installed(problems)
     chosen = _chosen(installed, kernels, allow_nondeterministic)
+    of_experts = [problem for problem in problems if problem.op != "gemm"]
+    if routing is not None and not of_experts:
+        raise InvalidInput(message("a recorded routing is for problems of experts", got="none of them"))
+    recorded = read_routing(routing, of_experts, most_tokens=chosen_ms[-1]) if routing is not None else None
     result = Result()
     begun = time.monotonic()
     store, moved = open_or_set_aside(store_path)
@@ -148,6 +156,7 @@ def tune(
             store=store,
             emit=events,
             pace=pace or Pace(),
+            recorded=recorded,
         )
         unique = tuple(dict.fromkeys(problems))
         events(
@@ -162,6 +171,11 @@ def tune(
         if moved is not None:
             _note(session, result, f"the database was damaged: it is kept as {moved}, and a fresh one was started")
         runs = _runs(session, unique, chosen_ms)
+        for run in runs:
+            if run.known.others and not run.known.recorded:
+                names = ", ".join(sorted(run.known.others))
+                text = f"{run.problem.label} was tuned with {names}: give the file again (--routing), or what is new"
+                _note(session, result, f"{text} is not compared with what was measured then")
         if any(_open(run) for run in runs):
             ceiling = worker.ceilings()
             events(CeilingsMeasured(copy_gbps=ceiling.copy_gbps, bf16_tflops=ceiling.bf16_tflops))
@@ -217,7 +231,8 @@ def _runs(session: Session, problems: Sequence[Problem], ms: tuple[int, ...]) ->
     for problem in problems:
         kernels = [kernel for kernel in session.kernels.values() if kernel.op == problem.op]
         candidates, refused = candidates_of(session.device, problem, ms, kernels)
-        known = Known(session.implementations)
+        recorded = session.recorded if problem.op != "gemm" else None
+        known = Known(session.implementations, recorded.name if recorded else "")
         for row in session.store.measurements(session.device, problem):
             known.add(row)
         runs.append(

@@ -15,7 +15,7 @@ from ..kernels.problem import Device, Problem
 from .candidates import Candidate, Known
 from .events import Emit, Measured
 from .inputs import least_bytes
-from .messages import BASELINE_CONFIG, Done, Entrant, Pace, Race, Row, Screen
+from .messages import BASELINE_CONFIG, Done, Entrant, Pace, Race, Recorded, Row, Screen
 from .worker import Died, Worker
 
 __all__ = ["BASELINE_ENTRANT", "ProblemRun", "Session", "Unprepared"]
@@ -41,6 +41,7 @@ class Session:
     store: Store
     emit: Emit
     pace: Pace
+    recorded: Recorded | None = None
     implementations: dict[str, str] = field(init=False)
     measured: int = 0  # rows saved
 
@@ -58,6 +59,11 @@ class ProblemRun:
     candidates: dict[Entrant, Candidate]
     known: Known
     refused: tuple[str, ...] = ()  # why kernels have no candidate here
+
+    @property
+    def recorded(self) -> Recorded | None:
+        """The routing that a user recorded, if the problem has experts."""
+        return None if self.problem.op == "gemm" else self.session.recorded
 
     def screen(self, candidate: Candidate) -> None:
         """Build, check and screen one candidate at the M where that is still to be done."""
@@ -80,6 +86,7 @@ class ProblemRun:
                 best_us=best_us,
                 known_us=self.known.screen_us(candidate),
                 pace=session.pace,
+                recorded=self.recorded,
             )
             lost: list[Died] = []
             self._ask(request, lost.append)
@@ -139,6 +146,7 @@ class ProblemRun:
             all_ms=self.ms,
             protocol=protocol,
             pace=self.session.pace,
+            recorded=self.recorded,
         )
 
     def _alone(self, entrant: Entrant, m: int) -> None:

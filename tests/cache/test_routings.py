@@ -14,6 +14,7 @@ from nvfp4.cache.store import Store
 from nvfp4.errors import InvalidInput
 from nvfp4.kernels.problem import Problem
 
+RECORDED = "recorded-0123456789ab"
 MOE = Problem(op="moe", n=128, k=256, experts=8, top_k=2, activation="swiglu")
 
 
@@ -54,6 +55,22 @@ def test_a_candidate_without_all_routings_has_no_time(fake, kernel, timed):
     (only,) = evidence.times["checkpoint", 8]
     assert '"tile":32' in only.candidate.config
     assert only.by_routing_us == {"balanced": 9.0, "random": 9.0, "skewed": 9.0}
+
+
+def test_where_a_recorded_routing_was_timed_others_have_no_time(fake, kernel, timed):
+    rows = [*timed(8, 9.0, 9.0, 9.0, 7.0, routings=(*ROUTINGS, RECORDED)), *timed(8, 1.0, 1.0, 1.0, tile=32)]
+    rows += [*timed(16, 9.0, 9.0, 9.0), *timed(16, 1.0, 1.0, 1.0, tile=32)]
+    evidence = gather(fake.device, MOE, rows, {"a": kernel})
+    (only,) = evidence.times["checkpoint", 8]
+    assert only.by_routing_us == {"balanced": 9.0, "random": 9.0, "skewed": 9.0, RECORDED: 7.0}
+    assert [one.p50_us for one in evidence.times["checkpoint", 16]] == pytest.approx([1.0, 9.0])
+
+
+def test_of_recorded_routings_the_one_timed_last_counts(fake, kernel, timed):
+    newer = "recorded-ba9876543210"
+    rows = [*timed(8, 9.0, 9.0, 9.0, 1.0, routings=(*ROUTINGS, RECORDED)), *timed(8, 2.0, routings=(newer,))]
+    (only,) = gather(fake.device, MOE, rows, {"a": kernel}).times["checkpoint", 8]
+    assert only.by_routing_us == {"balanced": 9.0, "random": 9.0, "skewed": 9.0, newer: 2.0}
 
 
 def test_the_newest_row_of_every_routing_counts(fake, kernel, timed):
@@ -134,10 +151,18 @@ def test_routings_are_stored_and_unknown_ones_refused(timed, fake, db, sql):
         assert store.measurements(fake.device, MOE) == rows
         with pytest.raises(InvalidInput, match="unknown routing"):
             store.add(timed(8, 1.0, routings=("sideways",)))
-    assert sql("SELECT routing, p50_us FROM measurements") == [("balanced", 1.0), ("random", 2.0), ("skewed", 3.0)]
+        with pytest.raises(InvalidInput, match="recorded- and 12 hex digits"):
+            store.add(timed(8, 1.0, routings=("recorded-x",)))
+        recorded = timed(8, 1.0, routings=(RECORDED,))
+        assert store.add(recorded) == 1 and store.measurements(fake.device, MOE)[-1:] == recorded
+    assert sql("SELECT routing, p50_us FROM measurements WHERE p50_us > 1") == [("random", 2.0), ("skewed", 3.0)]
     with pytest.raises(sqlite3.IntegrityError, match="CHECK"):
         sql("INSERT INTO measurement SELECT 9, 'u', 1, 1, 1, 1, m, status, protocol, p20_us, p50_us, p80_us, samples,"
             " relative_error, clock_mhz, detail, recorded_at, 'sideways' FROM measurement LIMIT 1")  # fmt: skip
+
+
+def nothing(db):
+    """In place of a migration."""
 
 
 @pytest.fixture
@@ -147,7 +172,8 @@ def first_version(db, fake, monkeypatch):
 
     row = fake.measurement("a", 8, 2.0)
     with monkeypatch.context() as patch:
-        patch.setattr(schema, "routings", lambda db: None)
+        patch.setattr(schema, "routings", nothing)
+        patch.setattr(schema, "recorded_routings", lambda db: None)
         patch.setattr(rows, "_COLUMNS", tuple(name for name in rows._COLUMNS if name != "routing"))
         with Store.open(db) as store:
             store.add([row])
@@ -156,6 +182,25 @@ def first_version(db, fake, monkeypatch):
         connection.execute("DELETE FROM _sqlite_migrations WHERE name NOT LIKE 'first%'")
     connection.close()
     return row
+
+
+def test_a_database_of_version_2_takes_recorded_routings_from_the_next_writer_on(timed, fake, db, sql, monkeypatch):
+    rows = timed(8, 1.0, 2.0, 3.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(schema, "recorded_routings", lambda db: None)
+        with Store.open(db) as store:
+            store.add(rows)
+    connection = sqlite3.connect(db)
+    with connection:
+        connection.execute("DELETE FROM _sqlite_migrations WHERE name NOT IN ('first_tables', 'routings')")
+    connection.close()
+    assert sql("PRAGMA user_version") == [(2,)]
+    with Store.open(db) as store:
+        store.add(timed(8, 4.0, routings=(RECORDED,)))
+        assert store.measurements(fake.device, MOE)[:3] == rows
+    assert sql("SELECT routing, p50_us FROM measurements ORDER BY id")[2:] == [("skewed", 3.0), (RECORDED, 4.0)]
+    with pytest.raises(sqlite3.IntegrityError, match="append-only"):
+        sql("UPDATE measurement SET routing = 'random'")
 
 
 def test_an_old_database_is_read_as_it_is(first_version, fake, db, sql):
@@ -172,7 +217,7 @@ def test_an_old_database_is_converted_by_the_next_writer(first_version, timed, f
         store.add(timed(8, 1.0, 2.0, 3.0))
         assert store.measurements(fake.device, fake.problem) == [first_version]
         assert len(store.measurements(fake.device, MOE)) == 3
-    assert sql("PRAGMA user_version") == [(2,)]
+    assert sql("PRAGMA user_version") == [(3,)]
     assert sql("SELECT routing FROM measurements ORDER BY id") == [("",), ("balanced",), ("random",), ("skewed",)]
 
 

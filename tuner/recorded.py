@@ -1,0 +1,101 @@
+"""A routing that a user recorded: read from a file, checked, and repeated as far as a measurement needs tokens."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+from ..cache.records import RECORDED
+from ..errors import InvalidInput, message
+from ..kernels.problem import Problem
+from .messages import Recorded
+
+__all__ = ["read_routing", "recorded_ids"]
+
+NAME = "topk_ids"  # of the tensor in a safetensors file that has several
+
+
+def read_routing(path: Path, problems: Iterable[Problem] = (), *, most_tokens: int | None = None) -> Recorded:
+    """The experts of recorded tokens, in the order of the file.
+
+    Parameters
+    ----------
+    path
+        Integers [tokens, top_k], -1 for a slot that goes elsewhere: a `.npy` file, a `.safetensors` file with one
+        tensor or one named "topk_ids", or a `.json` file with a list of lists.
+    problems
+        That it must fit: their number of experts and, of `moe`, their top_k.
+    most_tokens
+        What lies beyond is not kept; the name is that of the whole.
+
+    Raises
+    ------
+    InvalidInput
+        The file cannot be read, or holds something else.
+    """
+    reader = READERS.get(path.suffix.lower())
+    if reader is None:
+        raise _wrong(path, path.suffix or "no suffix", " or ".join(READERS))
+    try:
+        ids = reader(path)
+    except InvalidInput:
+        raise
+    except Exception as error:  # each library has its own
+        raise _wrong(path, f"{type(error).__name__}: {error}", f"a {path.suffix} file") from error
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise _wrong(path, ids.dtype, "integers")
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise _wrong(path, f"shape {tuple(ids.shape)}", "[tokens, top_k], at least one of each")
+    low, high = int(ids.min()), int(ids.max())
+    if low < -1 or high < 0 or high >= 1 << 31:
+        raise _wrong(path, f"ids from {low} to {high}", "numbers of experts, or -1 for a slot that goes elsewhere")
+    for problem in problems:
+        if high >= problem.experts:
+            raise _wrong(path, f"expert {high}", f"ids below {problem.experts}, the experts of {problem.label}")
+        if problem.op == "moe" and ids.shape[1] != problem.top_k:
+            raise _wrong(path, f"{ids.shape[1]} experts a token", f"top_k = {problem.top_k} of {problem.label}")
+    ids = ids.to(torch.int32).contiguous()
+    digest = hashlib.sha256(f"{ids.shape[1]}\0".encode() + ids.numpy().tobytes()).hexdigest()
+    return Recorded(name=RECORDED + digest[:12], ids=ids[:most_tokens].numpy().tobytes(), top_k=ids.shape[1])
+
+
+def recorded_ids(recorded: Recorded, problem: Problem, tokens: int) -> Tensor:
+    """int32 [tokens, top_k], begun again where the record ends; of a grouped_gemm [tokens, 1], a row for every pair."""
+    ids = torch.frombuffer(bytearray(recorded.ids), dtype=torch.int32).view(-1, recorded.top_k)
+    if problem.op == "grouped_gemm":
+        ids = ids[ids >= 0].view(-1, 1)
+    return ids.repeat(-(-tokens // ids.shape[0]), 1)[:tokens]
+
+
+def _wrong(path: Path, got: object, expected: object) -> InvalidInput:
+    return InvalidInput(message(f"{path} is no recorded routing", got=got, expected=expected))
+
+
+def _npy(path: Path) -> Tensor:
+    import numpy as np
+
+    return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.int64, casting="same_kind"))
+
+
+def _safetensors(path: Path) -> Tensor:
+    from safetensors.torch import load_file
+
+    found = load_file(path)
+    if len(found) != 1 and NAME not in found:
+        raise _wrong(path, f"tensors {', '.join(sorted(found)) or 'none'}", f"one tensor, or one named {NAME!r}")
+    return found[NAME] if NAME in found else next(iter(found.values()))
+
+
+def _json(path: Path) -> Tensor:
+    rows = msgspec.json.decode(path.read_bytes(), type=list[list[int]])
+    if len({len(row) for row in rows}) > 1:
+        raise _wrong(path, "lists of different lengths", "as many experts for every token")
+    return torch.tensor(rows, dtype=torch.int64)
+
+
+READERS: dict[str, Callable[[Path], Tensor]] = {".npy": _npy, ".safetensors": _safetensors, ".json": _json}
