@@ -128,10 +128,11 @@ def check(
         although the kernel says that it is deterministic.
     """
     case: GemmCase | GroupedCase | MoeCase
+    layout_id = kernel.layout(device, problem)
     if problem.op == "gemm":
-        case = GemmCase.random(problem, m, seed, torch_device, kernel.layout(device, problem))
+        case = GemmCase.random(problem, m, seed, torch_device, layout_id)
     else:
-        case = experts_case(problem, m, seed, torch_device)
+        case = experts_case(problem, m, seed, torch_device, layout_id=layout_id)
     launcher = kernel.build(device, problem, config)
     before = [_bytes(tensor).clone() for tensor in case.tensors()]
     out = _run(lambda out: case.launch(launcher, out), case.shape, case.x)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from ..kernels.moe.activations import constants
 from ..kernels.moe.arguments import GroupedLauncher, MoeArguments, MoeLauncher
 from ..kernels.moe.routing import local_experts
 from ..kernels.problem import Problem
+from ..kernels.weights.layouts import first_layout, layout
+from ..kernels.weights.weight import Weight
 from .close import assert_gemm_close, assert_moe_close
 
 __all__ = ["GroupedCase", "MoeCase", "experts_case", "poisoned", "random_weight"]
@@ -68,9 +71,9 @@ def strided(x: Tensor, wide: bool) -> Tensor:
     return buffer[:, : x.shape[1]]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class GroupedCase:
-    """One random input of a grouped_gemm."""
+    """One random input of a grouped_gemm: the checkpoint's tensors, and the layout in which a kernel gets them."""
 
     problem: Problem
     x: Tensor
@@ -79,10 +82,18 @@ class GroupedCase:
     global_scale: Tensor
     offsets: Tensor
     nan_row: int
+    layout_id: str = "checkpoint"
+    ready: Weight | None = None  # the weight in that layout, where there is one already
 
     @staticmethod
     def random(
-        problem: Problem, m: int, seed: int, device: torch.device, *, weights: tuple[Tensor, ...] | None = None
+        problem: Problem,
+        m: int,
+        seed: int,
+        device: torch.device,
+        *,
+        weights: tuple[Tensor, ...] | None = None,
+        layout_id: str = "checkpoint",
     ) -> GroupedCase:
         """Experts without rows, rows without an expert, one row of NaN; the seed decides which.
 
@@ -106,6 +117,7 @@ class GroupedCase:
             global_scale=global_scale.to(device),
             offsets=offsets.to(device),
             nan_row=nan_row,
+            layout_id=layout_id,
         )
 
     @property
@@ -113,14 +125,20 @@ class GroupedCase:
         """Of the result."""
         return self.x.shape[0], self.problem.n
 
+    @cached_property
+    def packed(self) -> Weight:
+        """The weight as kernels of the layout take it."""
+        return self.ready or layout(self.layout_id).pack(self.weight, self.scale, self.global_scale)
+
     def tensors(self) -> list[Tensor]:
         """What a launcher must not change."""
-        return [self.x, self.weight, self.scale, self.global_scale, self.offsets]
+        return [self.x, *_tensors(self.packed), self.offsets]
 
     def launch(self, launcher: GroupedLauncher, out: Tensor) -> None:
         """Call it; what it allocates is poisoned."""
+        w = self.packed
         with poisoned():
-            launcher(self.x, self.weight, self.scale, self.global_scale, self.offsets, out)
+            launcher(self.x, w.data, w.scale, w.global_scale, self.offsets, out)
 
     def exact(self) -> tuple[Tensor, Tensor]:
         """Float64 [M, N], the result with zeros for the row of NaN, and the sum of |x| * |w|."""
@@ -142,9 +160,12 @@ class GroupedCase:
         assert_gemm_close(got, ref, k=self.problem.k, dtype=out.dtype, magnitude=magnitude)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class MoeCase:
-    """One random input of a moe; `options` are keyword arguments of the reference and of the op."""
+    """One random input of a moe: the checkpoint's tensors, and the layout in which a kernel gets them.
+
+    `options` are keyword arguments of the reference and of the op.
+    """
 
     problem: Problem
     x: Tensor
@@ -153,6 +174,8 @@ class MoeCase:
     router: Tensor
     options: dict[str, Any]
     nan_row: int | None
+    layout_id: str = "checkpoint"
+    ready: tuple[Weight, Weight] | None = None  # w13 and w2 in that layout, where they are there already
 
     @staticmethod
     def random(
@@ -163,6 +186,7 @@ class MoeCase:
         *,
         nan: bool = True,
         weights: tuple[Tensor, ...] | None = None,
+        layout_id: str = "checkpoint",
         **options: Any,
     ) -> MoeCase:
         """A case whose optional tensors, id dtype and expert_map the seed decides.
@@ -207,6 +231,7 @@ class MoeCase:
             router=torch.rand(m, top_k, generator=g).to(device) + 0.1,
             options=found,
             nan_row=nan_row,
+            layout_id=layout_id,
         )
 
     @property
@@ -217,7 +242,16 @@ class MoeCase:
     def tensors(self) -> list[Tensor]:
         """What a launcher must not change."""
         given = [value for value in self.options.values() if isinstance(value, Tensor)]
-        return [self.x, *self.weights, self.ids, self.router, *given]
+        first, second = self.packed
+        return [self.x, *_tensors(first), *_tensors(second), self.ids, self.router, *given]
+
+    @cached_property
+    def packed(self) -> tuple[Weight, Weight]:
+        """w13 and w2 as kernels of the layout take them."""
+        if self.ready is not None:
+            return self.ready
+        first = layout(first_layout(self.layout_id, self.problem)).pack(*self.weights[:3])
+        return first, layout(self.layout_id).pack(*self.weights[3:])
 
     @property
     def arguments(self) -> MoeArguments:
@@ -226,14 +260,19 @@ class MoeCase:
         chosen = {name: options.pop(name, None) for name in ("limit", "alpha", "beta")}
         on_input = options.pop("apply_router_weight_on_input", False)
         assert options.keys() <= {field.name for field in fields(MoeArguments)}
-        names = ("w13", "w13_scale", "w13_scale_2", "w2", "w2_scale", "w2_scale_2")
+        first, second = self.packed
         return MoeArguments(
             x=self.x,
+            w13=first.data,
+            w13_scale=first.scale,
+            w13_scale_2=first.global_scale,
+            w2=second.data,
+            w2_scale=second.scale,
+            w2_scale_2=second.global_scale,
             topk_ids=self.ids,
             topk_weights=self.router,
             constants=constants(self.problem.activation, **chosen),
             weights_on_input=on_input,
-            **dict(zip(names, self.weights, strict=True)),
             **options,
         )
 
@@ -269,8 +308,21 @@ class MoeCase:
 
 
 def experts_case(
-    problem: Problem, m: int, seed: int, device: torch.device, *, weights: tuple[Tensor, ...] | None = None
+    problem: Problem,
+    m: int,
+    seed: int,
+    device: torch.device,
+    *,
+    weights: tuple[Tensor, ...] | None = None,
+    layout_id: str = "checkpoint",
 ) -> GroupedCase | MoeCase:
-    """A random input of a problem with experts; with random weights unless they are given."""
+    """A random input of a problem with experts; with random weights unless they are given.
+
+    `layout_id` is what `Kernel.layout` says; w13 with a gate is packed in its -glu form.
+    """
     make: Callable[..., GroupedCase | MoeCase] = GroupedCase.random if problem.op == "grouped_gemm" else MoeCase.random
-    return make(problem, m, seed, device, weights=weights)
+    return make(problem, m, seed, device, weights=weights, layout_id=layout_id)
+
+
+def _tensors(w: Weight) -> list[Tensor]:
+    return [tensor for tensor in (w.data, w.scale, w.global_scale) if tensor is not None]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,9 +18,11 @@ from ..kernels.kernel import Kernel, Launcher
 from ..kernels.moe.activations import constants
 from ..kernels.moe.arguments import MoeArguments
 from ..kernels.problem import Device, Problem
+from ..kernels.weights.weight import Weight
 from ..testing.close import moe_tolerance, relative_error, relative_tolerance
-from ..testing.experts import GroupedCase, MoeCase, experts_case, random_weight
-from .inputs import COLD, MAX_COPIES, byte_sum, copies_needed, rotating, rows_to_check
+from ..testing.experts import GroupedCase, MoeCase, experts_case
+from .experts_weights import ExpertWeights
+from .inputs import COLD, MAX_COPIES, byte_sum, rows_to_check
 from .messages import Recorded
 from .outcome import Step, Wrong
 from .output import Output
@@ -34,7 +36,6 @@ __all__ = ["ExpertsTrial"]
 # Of `testing.experts`: together they have all optional tensors, both id dtypes, an expert_map, rows of no expert, a
 # strided x, biases of both dtypes, and router weights on the input where top_k is 1.
 GATE_SEEDS = (63, 24)
-CHUNK_WEIGHTS = 1 << 26  # made at once
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,7 +48,7 @@ class _Gate:
 
 
 class ExpertsTrial(Trial):
-    """See Trial. Only the checkpoint layout exists for experts."""
+    """See Trial."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class ExpertsTrial(Trial):
         if recorded is not None:
             self.ids[recorded.name] = recorded_ids(recorded, p, tokens).to(place)
         self.relabelings = relabelings(p.experts, MAX_COPIES[device.kind]).to(place)
-        self.copies = self._copies()
+        self.weights = ExpertWeights(device, place, problem)
         self._gates: dict[tuple[int, int], _Gate] = {}
         self._exact: dict[tuple[int, str], tuple[Tensor, Tensor, float]] = {}
         self._checksum = self._sum()
@@ -78,13 +79,14 @@ class ExpertsTrial(Trial):
     def gate(self, kernel: Kernel, launcher: Launcher, ms: Sequence[int], step: Step) -> None:
         """All that a call may have besides, at the smallest M and at a ragged one; element by element."""
         layout = kernel.layout(self.device, self.problem)
-        _only_checkpoint(layout)
+        packed = self.weights.copies(layout)[0]
         config = kernel.parse_config(self.device, self.problem, step.entrant.config)
         at = gate_ms(ms, lambda m: bool(kernel.is_valid(self.device, self.problem, config, m)))
         for m, seed in itertools.product(at, GATE_SEEDS):
             step.begin("check", m)
             made = self._gate(m, seed)
-            case: Any = made.case
+            ready: Any = packed if self.problem.op == "moe" else packed[0]
+            case: Any = replace(made.case, layout_id=layout, ready=ready)
             nan_rows = () if case.nan_row is None else (case.nan_row,)
             out = self._into_poison(m, lambda out, case=case: case.launch(launcher, out), nan_rows)  # type: ignore[misc]
             try:
@@ -97,8 +99,7 @@ class ExpertsTrial(Trial):
 
     def check(self, launcher: Launcher, layout: str, m: int, routing: str) -> float:
         """See Trial."""
-        _only_checkpoint(layout)
-        call = self._call(launcher, m, self.ids[routing][:m], self.copies[0])
+        call = self._call(launcher, m, self.ids[routing][:m], self.weights.copies(layout)[0])
         out = self._into_poison(m, call)
         at, exact, tolerance = self._known(m, routing)
         error = relative_error(out[at], exact)
@@ -116,10 +117,10 @@ class ExpertsTrial(Trial):
         touched_bytes = p.weight_bytes * int((_counts(ids, p.experts) > 0).sum()) / p.experts
         wanted = math.ceil(COLD * self.device.l2_bytes / touched_bytes)
         count = max(2, min(wanted, MAX_COPIES[self.device.kind]))
-        out = self._output.out(m, poison=False)
+        out, copies = self._output.out(m, poison=False), self.weights.copies(layout)
         found = []
         for i in range(count):
-            call = self._call(launcher, m, relabel(ids, self.relabelings[i]), self.copies[i % len(self.copies)])
+            call = self._call(launcher, m, relabel(ids, self.relabelings[i]), copies[i % len(copies)])
             found.append(bound(call, out))
         return found
 
@@ -129,44 +130,34 @@ class ExpertsTrial(Trial):
 
     def unchanged(self, layout: str) -> bool:
         """See Trial."""
-        return self._sum() == self._checksum
+        return self._sum() == self._checksum and self.weights.unchanged(layout)
 
     def close(self) -> None:
         """See Trial."""
         self._gates.clear()
         self._exact.clear()
-        del self.x, self.router, self.ids, self.copies, self._output
+        del self.x, self.router, self.ids, self.weights, self._output
         if self.place.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _copies(self) -> list[tuple[Tensor, ...]]:
-        """w13 and w2, or the one weight, each with its scales; rotating copies of the large tensors."""
-        p, g = self.problem, torch.Generator(self.place).manual_seed(torch.initial_seed() % (1 << 31))
-        shapes = [(p.n * (2 if p.gated else 1), p.k), (p.k, p.n)] if p.op == "moe" else [(p.n, p.k)]
-        count = copies_needed(self.device, p.weight_bytes)
-        parts: list[list[Tensor]] = []
-        for i, (rows, k) in enumerate(shapes):
-            # Two factors an expert where that is allowed: kernels read them anyhow.
-            factors = 2 if i == 0 and (p.gated or (p.op == "grouped_gemm" and rows % 2 == 0)) else 1
-            step = max(1, CHUNK_WEIGHTS // (rows * k))
-            some = [
-                random_weight(min(step, p.experts - first), rows, k, g, parts=factors)
-                for first in range(0, p.experts, step)
-            ]
-            weight, scale, global_scale = (torch.cat(part) for part in zip(*some, strict=True))
-            del some
-            parts += [rotating(weight, count), rotating(scale, count), [global_scale] * count]
-        return list(zip(*parts, strict=True))
-
-    def _call(self, launcher: Launcher, m: int, ids: Tensor, weights: tuple[Tensor, ...]) -> Callable[[Tensor], None]:
+    def _call(self, launcher: Launcher, m: int, ids: Tensor, weights: tuple[Weight, ...]) -> Callable[[Tensor], None]:
         p, x = self.problem, self.x[:m]
         if p.op == "grouped_gemm":
             offsets = _offsets(ids, p.experts)
-            return lambda out: launcher(x, *weights, offsets, out)
-        names = ("w13", "w13_scale", "w13_scale_2", "w2", "w2_scale", "w2_scale_2")
-        given: dict[str, Any] = dict(zip(names, weights, strict=True))
+            (w,) = weights
+            return lambda out: launcher(x, w.data, w.scale, w.global_scale, offsets, out)
+        w13, w2 = weights
         arguments = MoeArguments(
-            x=x, topk_ids=ids, topk_weights=self.router[:m], constants=constants(p.activation), **given
+            x=x,
+            w13=w13.data,
+            w13_scale=w13.scale,
+            w13_scale_2=w13.global_scale,
+            w2=w2.data,
+            w2_scale=w2.scale,
+            w2_scale_2=w2.global_scale,
+            topk_ids=ids,
+            topk_weights=self.router[:m],
+            constants=constants(p.activation),
         )
         return lambda out: launcher(arguments, out)
 
@@ -175,7 +166,7 @@ class ExpertsTrial(Trial):
         if (m, routing) not in self._exact:
             p, at = self.problem, torch.tensor(rows_to_check(m), device=self.place)
             x = self.x[at]
-            w = self.copies[0]
+            w = self.weights.plain
             if p.op == "grouped_gemm":
                 among = torch.searchsorted(at, _offsets(self.ids[routing][:m], p.experts).long())
                 exact = reference.grouped_gemm(x, w[0], w[1], w[2], among, round_output=False)
@@ -191,18 +182,16 @@ class ExpertsTrial(Trial):
 
     def _gate(self, m: int, seed: int) -> _Gate:
         if (m, seed) not in self._gates:
-            case = experts_case(self.problem, m, seed, self.place, weights=self.copies[0])
+            case = experts_case(self.problem, m, seed, self.place, weights=self.weights.plain)
             self._gates[m, seed] = _Gate(case=case, exact=case.exact(), checksum=self._case_sum(case))
         return self._gates[m, seed]
 
     def _case_sum(self, case: GroupedCase | MoeCase) -> int:
-        large = {tensor.data_ptr() for tensor in self.copies[0]}  # in `_sum` already
+        large = self.weights.addresses()  # `unchanged` looks at what kernels get of them
         return int(torch.stack([byte_sum(t) for t in case.tensors() if t.data_ptr() not in large]).sum())
 
     def _sum(self) -> int:
         tensors = [self.x, self.router, *self.ids.values()]
-        for tensor in self.copies[0]:
-            tensors.append(tensor if tensor._base is None else tensor._base)  # the buffer of all copies
         return int(torch.stack([byte_sum(tensor) for tensor in tensors]).sum())
 
 
@@ -215,8 +204,3 @@ def _offsets(ids: Tensor, experts: int) -> Tensor:
 def _counts(ids: Tensor, experts: int) -> Tensor:
     """int64 [E]: how many tokens every expert has."""
     return torch.bincount(ids.flatten().long() + 1, minlength=experts + 1)[1:]  # -1 is nobody's
-
-
-def _only_checkpoint(layout: str) -> None:
-    if layout != "checkpoint":
-        raise Wrong("invalid", f"the tuner makes no experts in layout {layout!r}")

@@ -9,6 +9,7 @@ from nvfp4.kernels.moe.cpu_moe import CpuMoe
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing import assert_moe_close, conformance
 from nvfp4.testing.experts import MoeCase, experts_case, poisoned
+from nvfp4.testing.fake_experts import FragmentGrouped, FragmentMoe
 
 CPU = Device(kind="cpu", name="test", units=2, l2_bytes=32 << 20)
 MOE = Problem(op="moe", n=48, k=64, experts=4, top_k=2, activation="swiglu")
@@ -153,6 +154,43 @@ def test_a_further_rounding_fails(dtype):
     run(Rounds("nothing"))
     with pytest.raises(AssertionError, match="relative error"):
         run(Rounds("an expert's result"))
+
+
+FRAGMENTS = [(FragmentMoe(), MOE), (FragmentGrouped(), GROUPED)]
+
+
+@pytest.mark.parametrize(("kernel", "problem"), FRAGMENTS, ids=["moe", "grouped"])
+def test_kernels_of_a_fragment_layout_get_its_blobs(kernel, problem):
+    for index, one in enumerate([problem, *conformance.problems(problem.op)]):
+        config = kernel.default_config(CPU, one, 9)
+        conformance.check(kernel, CPU, torch.device("cpu"), one, config, 9, seed=7 * index)
+    fails_with_some_seed(Broken(kernel, after=lambda out: out[-1].fill_(float("nan"))), problem)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "problem", "change"),
+    [
+        (FragmentMoe(), replace(MOE, n=64), lambda a: (replace(a, w13=a.w13.flip(1)),)),
+        (FragmentMoe(), MOE, lambda a: (replace(a, w2=a.w2.roll(1, 0)),)),
+        (FragmentMoe(), MOE, lambda a: (replace(a, w13_bias=None),)),
+        (FragmentGrouped(), GROUPED, lambda x, w, s, g, o: (x, w.roll(1, 0), s, g, o)),
+        (FragmentGrouped(), GROUPED, lambda x, w, s, g, o: (x, w, s, g[:, :1].contiguous(), o)),
+    ],
+    ids=["rows of w13", "experts of w2", "bias", "experts", "second scale"],
+)
+def test_what_is_wrong_with_blobs_is_seen(kernel, problem, change):
+    fails_with_some_seed(Broken(kernel, change), problem)
+
+
+@pytest.mark.parametrize(("kernel", "problem"), FRAGMENTS, ids=["moe", "grouped"])
+def test_changed_blobs_are_seen(kernel, problem):
+    def spoil(*given):
+        blob = given[0].w2 if problem.op == "moe" else given[1]
+        blob.view(-1)[-1] ^= 1
+        return given
+
+    with pytest.raises(AssertionError, match=r"an input \(4, .*2304\) torch.uint8 was changed"):
+        check(Broken(kernel, spoil), problem, 0)
 
 
 def test_poison_reaches_every_allocation():

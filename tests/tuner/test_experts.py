@@ -14,9 +14,11 @@ from nvfp4.kernels import registry
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.moe import cpu_grouped, cpu_moe
 from nvfp4.kernels.problem import Problem
+from nvfp4.kernels.weights.layouts import first_layout
 from nvfp4.testing.fakes import fake_device
 from nvfp4.tuner.candidates import Known
 from nvfp4.tuner.experts_trial import ExpertsTrial
+from nvfp4.tuner.experts_weights import ExpertWeights
 from nvfp4.tuner.experts_workload import parse_grouped, parse_moe, parse_problem
 from nvfp4.tuner.inputs import least_bytes
 from nvfp4.tuner.measure import Measurer
@@ -33,12 +35,30 @@ DEVICE, CPU, MS = replace(fake_device(), l2_bytes=64 << 10), torch.device("cpu")
 MODULES = {"moe": cpu_moe, "grouped_gemm": cpu_grouped}
 
 
+FRAGMENT = "fragment1-bf16"  # what the fake kernels read
+
+
+@pytest.fixture
+def fakes(monkeypatch):
+    """Kernels that read the fragment layout beside those that are there."""
+    monkeypatch.setenv("NVFP4_KERNELS", "nvfp4.testing.fake_experts")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    registry.refresh()
+    yield
+    monkeypatch.delenv("NVFP4_KERNELS")
+    registry.refresh()
+
+
+def fake_of(problem):
+    return registry.get("fake_fragment_moe" if problem.op == "moe" else "fake_fragment_grouped")
+
+
 def kernel_of(problem):
     return registry.get("cpu_moe" if problem.op == "moe" else "cpu_grouped")
 
 
-def entrant(problem, rows=16):
-    kernel = kernel_of(problem)
+def entrant(problem, rows=16, kernel=None):
+    kernel = kernel or kernel_of(problem)
     return Entrant(kernel=kernel.name, config=kernel.config_type(block_rows=rows, threads=0).to_json())
 
 
@@ -221,6 +241,97 @@ def test_launches_read_three_times_the_cache():
     assert sorted(many[1].topk_ids.flatten().tolist()) == list(range(64))
     with pytest.raises(Wrong, match="no experts in layout 'other'"):
         trial.check(None, "other", 1, "balanced")
+
+
+@BOTH
+def test_a_kernel_of_another_layout_gets_its_blobs(measurer, pace, fakes, problem):
+    said = []
+    request = Screen(
+        device=DEVICE, problem=problem, entrant=entrant(problem, kernel=fake_of(problem)), ms=MS, all_ms=MS, pace=pace
+    )
+    assert measurer.screen(request, said.append) == Done()
+    rows = [body for body in said if isinstance(body, Row)]
+    assert [(row.m, row.routing) for row in rows] == [(m, routing) for m in (1, 33, 2) for routing in ROUTINGS]
+    assert all(row.status == "ok" and row.relative_error < 5e-3 for row in rows)
+
+
+@BOTH
+def test_kernels_of_two_layouts_race(measurer, pace, fakes, problem):
+    said = []
+    entrants = (entrant(problem), entrant(problem, kernel=fake_of(problem)))
+    request = Race(device=DEVICE, problem=problem, entrants=entrants, m=8, all_ms=(8,), pace=pace)
+    assert measurer.race(request, said.append) == Done()
+    rows = [(row.routing, row.kernel, row.status) for row in said if isinstance(row, Row)]
+    assert rows == [(routing, one.kernel, "ok") for routing in ROUTINGS for one in entrants]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("change", "status", "detail"),
+    [
+        (negate_last, "wrong", "random options: "),
+        (scale_all, "wrong", "random options: relative error"),
+        (change_weights, "wrong", "changed x or the weights"),
+    ],
+)
+def test_what_is_wrong_with_blobs_is_seen(measurer, pace, fakes, monkeypatch, problem, change, status, detail):
+    kernel = fake_of(problem)
+    whole = type(kernel).build
+
+    def build(self, *arguments):
+        launcher = whole(self, *arguments)
+
+        def launch(*given):
+            launcher(*given)
+            change(given[:-1], given[-1])
+
+        return launch
+
+    monkeypatch.setattr(type(kernel), "build", build)
+    said = []
+    one = entrant(problem, kernel=kernel)
+    measurer.screen(Screen(device=DEVICE, problem=problem, entrant=one, ms=MS, all_ms=MS, pace=pace), said.append)
+    rows = [body for body in said if isinstance(body, Row)]
+    assert [row.status for row in rows] == [status] and detail in rows[0].detail
+
+
+@BOTH
+def test_copies_in_a_layout_are_those_of_the_checkpoint(problem):
+    weights = ExpertWeights(DEVICE, CPU, problem)
+    for layout in (FRAGMENT, "checkpoint"):
+        copies = weights.copies(layout)
+        assert len(copies) >= 2 and copies is weights.copies(layout)
+        for copy in copies:
+            assert copy[0].layout == (first_layout(layout, problem) if problem.op == "moe" else layout)
+            for i, w in enumerate(copy):
+                weight, scale, factor = weights.plain[3 * i : 3 * i + 3]
+                again = replace(w, data=copies[0][i].data, scale=copies[0][i].scale)
+                assert torch.equal(w.data, again.data) and w.data.data_ptr() % 16 == 0
+                got, got_scale, got_factor = w.to_checkpoint()
+                assert torch.equal(got_factor, factor) and got.shape == weight.shape
+                same = (scale > 0) & (scale < 0x80)
+                assert torch.equal(got_scale.view(torch.uint8)[same], scale[same])
+        assert weights.unchanged(layout)
+        copies[-1][0].data.view(-1)[-1] ^= 1
+        assert not weights.unchanged(layout)
+
+
+def test_large_experts_have_one_copy_in_one_layout_at_a_time():
+    small = replace(DEVICE, memory_bytes=3 * MOE.weight_bytes, l2_bytes=1 << 10)
+    weights = ExpertWeights(small, CPU, MOE)
+    assert len(weights.copies(FRAGMENT)) == 1
+    checkpoint = weights.copies("checkpoint")
+    assert len(checkpoint) == 1 and checkpoint[0][0].data.data_ptr() == weights.plain[0].data_ptr()
+    weights.copies(FRAGMENT)
+    assert list(weights._sets) == [FRAGMENT]
+
+
+def test_tuning_of_two_layouts_marks_one(tmp_path, pace, fakes):
+    plans = tune([MOE, GROUPED], (24,), device="cpu", store_path=tmp_path / "t.db", pace=pace, quick=True).plans
+    for problem in (MOE, GROUPED):
+        by_layout = {one.layout: one.intervals[0].kernel for one in plans[problem].layouts}
+        assert by_layout == {"checkpoint": kernel_of(problem).name, FRAGMENT: fake_of(problem).name}
+        assert plans[problem].layout in by_layout
 
 
 def measured(problem, m, routing, us, protocol="screen"):
