@@ -1,0 +1,126 @@
+"""Filling the blobs of fragment layouts on a GPU: one launch for a weight or a stack of experts.
+
+The kernel also sees whether a block scale is NaN or a global scale not positive and finite, so that nothing else has to
+read them. It says so in memory of the host, which is looked at once it is done.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import BuildError, LaunchError, caller_level, message
+from ..cuda.compile import Compiled, compile_cuda
+from ..cuda.launch import CudaLaunch
+
+__all__ = ["compile_pack", "fill", "usable"]
+
+SOURCE = Path(__file__).with_suffix(".cu")
+ARGS = "5P5I"  # struct Args of the source
+ENCODINGS = ("bf16", "fp16", "nib")  # in the order of the source's enum
+BLOCKS = 4  # of 64 x 64, side by side along k, that a CTA makes
+THREADS = 128
+LOAD_BYTES = 8
+
+_flags: list[Tensor] = []  # in pinned memory, zero, and in nobody's use: pop and append are atomic
+_warned = False
+
+
+def usable(encoding: str, device: torch.device) -> bool:
+    """Whether `fill` can run there; where it should but cannot, one warning says why."""
+    return device.type == "cuda" and _launch(encoding, _index(device)) is not None
+
+
+def fill(
+    encoding: str, weight: Tensor, scale: Tensor, global_scale: Tensor, data: Tensor, *, gated: bool = False
+) -> bool:
+    """Write every byte of a blob, and wait until it is written.
+
+    Parameters
+    ----------
+    encoding
+        "bf16", "fp16" or "nib"; `usable` on this device.
+    weight, scale
+        uint8 [E, N, K/2] and the uint8 view of e4m3 [E, N, K/16], contiguous.
+    global_scale
+        float32, contiguous; any shape.
+    data
+        uint8 [E, n64, k64, 2304], contiguous.
+    gated
+        Rows are two halves, gate and up, that are laid in turns of eight.
+
+    Returns
+    -------
+    bool
+        Whether all block scales are finite and all global scales positive and finite. Else the blob is of no use.
+    """
+    index = _index(weight.device)
+    launch = _launch(encoding, index)
+    assert launch is not None
+    if weight.data_ptr() % LOAD_BYTES:
+        weight = weight.clone()
+    experts, n, _ = weight.shape
+    _, row_blocks, k_blocks, _ = data.shape
+    try:
+        flag = _flags.pop()
+    except IndexError:
+        flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    with torch.cuda.device(index):
+        launch.launch(
+            -(-k_blocks // BLOCKS),
+            row_blocks,
+            experts,
+            torch._C._cuda_getCurrentRawStream(index),
+            weight.data_ptr(),
+            scale.data_ptr(),
+            global_scale.data_ptr(),
+            data.data_ptr(),
+            flag.data_ptr(),
+            n,
+            scale.shape[2],
+            k_blocks,
+            global_scale.numel(),
+            gated,
+        )
+        torch.cuda.current_stream().synchronize()
+    fine = int(flag) == 0
+    flag.zero_()
+    _flags.append(flag)
+    return fine
+
+
+def compile_pack(encoding: str, capability: tuple[int, int]) -> Compiled:
+    """The kernel for a GPU that need not be here."""
+    defines = {"ENCODING": ENCODINGS.index(encoding)}
+    return compile_cuda(SOURCE, capability, entry="fragment_pack", defines=defines)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+@cache
+def _launch(encoding: str, index: int) -> CudaLaunch | None:
+    try:
+        compiled = compile_pack(encoding, torch.cuda.get_device_capability(index))
+        launch = CudaLaunch(compiled, fields=ARGS, block=THREADS, smem_bytes=0)
+        launch.load(index)
+    except (BuildError, LaunchError, ImportError) as error:
+        _warn(error)
+        return None
+    return launch
+
+
+def _warn(error: Exception) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        warnings.warn(
+            message("weights are packed in torch operations, several times more slowly", got=str(error)),
+            RuntimeWarning,
+            stacklevel=caller_level(),
+        )

@@ -1,0 +1,199 @@
+"""`fragment_pack` run on NumPy: the bytes that it writes are those of the torch operations, and it sees what is wrong."""
+
+import contextlib
+import importlib
+import struct
+import types
+import warnings
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from nvfp4.errors import BuildError
+from nvfp4.kernels.cuda import compile as cuda
+from nvfp4.kernels.cuda import program_cache
+from nvfp4.kernels.weights import fragment_pack
+from nvfp4.kernels.weights.codec import pack_codes
+from nvfp4.kernels.weights.layouts import to_layout
+from nvfp4.testing import ptx
+
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+FIELDS = "<5Q5I4x"  # struct Args
+FINITE = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
+FILLER = 0xEE
+
+
+def call(function, *arguments):
+    status, *values = function(*arguments)
+    assert not int(status), status
+    return values
+
+
+@cache
+def ptx_of(encoding, capability):
+    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    head = f"#define ENCODING {fragment_pack.ENCODINGS.index(encoding)}\n"
+    source = fragment_pack.SOURCE
+    (program,) = call(nvrtc.nvrtcCreateProgram, (head + source.read_text()).encode(), b"pack.cu", 0, [], [])
+    options = [f"--gpu-architecture={cuda.known_architecture(capability)}", "--std=c++17"]
+    options += [f"--include-path={place}" for place in {path.parent for path in cuda.cuda_sources(source)}]
+    call(nvrtc.nvrtcCompileProgram, program, len(options), [option.encode() for option in options])
+    text = bytearray(call(nvrtc.nvrtcGetPTXSize, program)[0])
+    call(nvrtc.nvrtcGetPTX, program, text)
+    return text.rstrip(b"\0").decode()
+
+
+class Stream:
+    """Remembers that it was waited for."""
+
+    def __init__(self):
+        self.waits = 0
+
+    def synchronize(self):
+        self.waits += 1
+
+
+@pytest.fixture
+def simulate(monkeypatch):
+    """`fill` with its launch on NumPy: (the blob, what `fill` says). A wrong address raises."""
+    stream = Stream()
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(fragment_pack, "_index", lambda device: 0)
+
+    def simulated(encoding, capability, weight, scale, global_scale, *, gated=False):
+        flag = torch.zeros(1, dtype=torch.int32)
+        monkeypatch.setattr(fragment_pack, "_flags", [flag])
+        shape = (len(weight), -(-weight.shape[1] // 64), -(-weight.shape[2] // 32), 2304)
+        data = torch.full(shape, FILLER, dtype=torch.uint8)
+        known = [weight, scale, global_scale, data, flag]
+
+        def launch(grid_x, grid_y, grid_z, stream, *values):
+            memory = ptx.GlobalMemory()
+            places = {one.data_ptr(): memory.add(one.flatten().view(torch.uint8).numpy()) for one in known}
+            arguments = struct.pack(FIELDS, *(places[value] for value in values[:5]), *values[5:])
+            grid = grid_x, grid_y, grid_z
+            ptx.run(ptx_of(encoding, capability), [arguments], memory, grid=grid, threads=fragment_pack.THREADS)
+            for tensor in (data, flag):
+                content = memory.read(places[tensor.data_ptr()], np.uint8, tensor.nbytes)
+                tensor.view(torch.uint8).copy_(torch.from_numpy(content).view(tensor.view(torch.uint8).shape))
+
+        monkeypatch.setattr(fragment_pack, "_launch", lambda *key: types.SimpleNamespace(launch=launch))
+        before = stream.waits
+        fine = fragment_pack.fill(encoding, weight, scale, global_scale, data, gated=gated)
+        assert stream.waits == before + 1
+        assert fragment_pack._flags == [flag] and int(flag) == 0, "the flag is not ready for the next one"
+        return data, fine
+
+    return simulated
+
+
+def random_weights(experts, n, k, *, seed=0, low=0, high=256):
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randint(0, 256, (experts, n, k // 2), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(low, high, (experts, n, k // 16), dtype=torch.uint8, generator=generator)
+    return weight, torch.where((scale & 0x7F) == 0x7F, scale - 1, scale)
+
+
+def in_turns(tensor):
+    """Rows of gate and up [2 I, C] in turns of eight, each half padded with zeros to a multiple of 32."""
+    half = tensor.shape[0] // 2
+    whole = tensor.new_zeros((2, -(-half // 32) * 32, tensor.shape[1]))
+    whole[:, :half] = tensor.unflatten(0, (2, half))
+    return whole.unflatten(1, (-1, 8)).transpose(0, 1).flatten(0, 2).contiguous()
+
+
+def by_torch(encoding, weight, scale, *, gated=False):
+    layout_id, one = f"fragment1-{encoding}", torch.ones(1)
+    blobs = []
+    for codes, scales in zip(weight, scale, strict=True):
+        if gated:
+            codes, scales = in_turns(codes), in_turns(scales)
+        blobs.append(to_layout(codes, scales, one, layout_id=layout_id).data)
+    return torch.stack(blobs)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (12, 0)], ids=str)
+@pytest.mark.parametrize("encoding", fragment_pack.ENCODINGS)
+def test_every_code_under_every_scale_becomes_what_torch_makes_of_it(simulate, encoding, capability):
+    generator = torch.Generator().manual_seed(1)
+    groups = torch.rand((64, 4, 16), generator=generator).argsort(-1).to(torch.uint8)  # 16 different codes each
+    which = torch.cat([torch.randperm(254, generator=generator), torch.tensor([0, 127])])
+    scale = FINITE[which].view(1, 64, 4)
+    assert len(scale.unique()) == 254
+    weight = pack_codes(groups.flatten(1))[None]
+    data, fine = simulate(encoding, capability, weight, scale, torch.ones(1))
+    assert fine and torch.equal(data, by_torch(encoding, weight, scale))
+
+
+# Experts, N, K, gated: padding of rows, of groups, of blocks that a CTA makes, of halves.
+CASES = [
+    ("bf16", (9, 0), (1, 1, 16, False)),
+    ("bf16", (9, 0), (1, 67, 336, False)),
+    ("fp16", (8, 9), (2, 34, 80, False)),
+    ("bf16", (9, 0), (2, 96, 64, True)),
+    ("nib", (10, 0), (1, 160, 272, True)),
+    ("fp16", (8, 0), (3, 32, 48, True)),
+]
+
+
+@pytest.mark.parametrize(("encoding", "capability", "size"), CASES, ids=str)
+def test_any_size_and_stacks_are_packed_as_by_torch(simulate, encoding, capability, size):
+    experts, n, k, gated = size
+    weight, scale = random_weights(experts, n, k, seed=n)
+    data, fine = simulate(encoding, capability, weight, scale, torch.ones(experts, 1 + gated), gated=gated)
+    assert fine and torch.equal(data, by_torch(encoding, weight, scale, gated=gated))
+
+
+@pytest.mark.parametrize("byte", [0x7F, 0xFF])
+def test_a_nan_among_the_scales_is_seen_wherever_it_is(simulate, byte):
+    for expert, row, group in ((0, 0, 0), (1, 66, 4), (1, 9, 3)):
+        weight, scale = random_weights(2, 67, 80)
+        scale[expert, row, group] = byte
+        assert not simulate("bf16", (9, 0), weight, scale, torch.ones(2, 1))[1]
+
+
+def test_a_wrong_global_scale_is_seen_and_a_right_one_is_not(simulate):
+    weight, scale = random_weights(1, 8, 16)
+    for value in (0.0, -0.0, -1.0, float("inf"), float("-inf"), float("nan"), -float("nan"), -1e-45):
+        many = torch.ones(300)
+        many[299] = value
+        assert not simulate("nib", (10, 0), weight, scale, many)[1], value
+    for value in (1e-45, 1e-38, torch.finfo(torch.float32).max):
+        assert simulate("nib", (10, 0), weight, scale, torch.full((1,), value))[1], value
+
+
+@pytest.mark.parametrize("encoding", fragment_pack.ENCODINGS)
+def test_it_compiles_for_every_architecture_without_spills(encoding, tmp_path, monkeypatch):
+    monkeypatch.setenv("NVFP4_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(program_cache, "_open", {})
+    for capability in CAPABILITIES:
+        compiled = fragment_pack.compile_pack(encoding, capability)
+        assert (compiled.spill_bytes, compiled.stack_bytes, compiled.static_smem_bytes) == (0, 0, 0)
+        assert compiled.registers <= 64  # eight blocks of 128 threads
+
+
+@pytest.fixture
+def fresh(monkeypatch):
+    monkeypatch.setattr(fragment_pack, "_warned", False)
+    fragment_pack._launch.cache_clear()
+    yield
+    fragment_pack._launch.cache_clear()
+
+
+def test_without_nvrtc_one_warning_says_so(fresh, monkeypatch):
+    def missing(*arguments, **options):
+        raise BuildError("NVRTC cannot be used")
+
+    monkeypatch.setattr(fragment_pack, "compile_cuda", missing)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    device = torch.device("cuda", 0)
+    with pytest.warns(RuntimeWarning, match="packed in torch operations.*NVRTC cannot be used"):
+        assert not fragment_pack.usable("bf16", device)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not fragment_pack.usable("bf16", device)
+        assert not fragment_pack.usable("fp16", device)
+        assert not fragment_pack.usable("bf16", torch.device("cpu"))
