@@ -1,4 +1,4 @@
-"""`fragment_pack` run on NumPy: the bytes that it writes are those of the torch operations, and it sees what is wrong."""
+"""`fragment_pack` run on NumPy: it writes the bytes that the torch operations write, and sees what is wrong."""
 
 import contextlib
 import importlib
