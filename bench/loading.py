@@ -216,7 +216,9 @@ def checkpoint_rows(options: argparse.Namespace, device: torch.device, sync: Cal
                 {
                     "pages": pages,
                     "seconds": {phase: round(one, 4) for phase, one in seconds.items()},
-                    "gb_per_s": {phase: round(size / one / 1e9, 3) for phase, one in seconds.items() if phase != "open"},
+                    "gb_per_s": {
+                        phase: round(size / one / 1e9, 3) for phase, one in seconds.items() if phase != "open"
+                    },
                     **sizes,
                 }
             )

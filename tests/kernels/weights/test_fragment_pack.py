@@ -1,51 +1,25 @@
 """`fragment_pack` run on NumPy: it writes the bytes that the torch operations write, and sees what is wrong."""
 
 import contextlib
-import importlib
-import struct
-import types
 import warnings
-from functools import cache
 
-import numpy as np
 import pytest
 import torch
 from nvfp4.errors import BuildError
-from nvfp4.kernels.cuda import compile as cuda
 from nvfp4.kernels.cuda import program_cache
+from nvfp4.kernels.cuda.launch import CudaLaunch
 from nvfp4.kernels.weights import fragment_pack
 from nvfp4.kernels.weights.codec import pack_codes
 from nvfp4.kernels.weights.layouts import to_layout
-from nvfp4.testing import ptx
+from nvfp4.testing.ptx_launch import simulated
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
-FIELDS = "<5Q5I4x"  # struct Args
 FINITE = torch.tensor([byte for byte in range(256) if byte & 0x7F != 0x7F], dtype=torch.uint8)
 FILLER = 0xEE
 
 
-def call(function, *arguments):
-    status, *values = function(*arguments)
-    assert not int(status), status
-    return values
-
-
-@cache
-def ptx_of(encoding, capability):
-    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    head = f"#define ENCODING {fragment_pack.ENCODINGS.index(encoding)}\n"
-    source = fragment_pack.SOURCE
-    (program,) = call(nvrtc.nvrtcCreateProgram, (head + source.read_text()).encode(), b"pack.cu", 0, [], [])
-    options = [f"--gpu-architecture={cuda.known_architecture(capability)}", "--std=c++17"]
-    options += [f"--include-path={place}" for place in {path.parent for path in cuda.cuda_sources(source)}]
-    call(nvrtc.nvrtcCompileProgram, program, len(options), [option.encode() for option in options])
-    text = bytearray(call(nvrtc.nvrtcGetPTXSize, program)[0])
-    call(nvrtc.nvrtcGetPTX, program, text)
-    return text.rstrip(b"\0").decode()
-
-
 class Stream:
-    """Remembers that it was waited for."""
+    """Counts how often it is waited for."""
 
     def __init__(self):
         self.waits = 0
@@ -55,39 +29,38 @@ class Stream:
 
 
 @pytest.fixture
-def simulate(monkeypatch):
-    """`fill` with its launch on NumPy: (the blob, what `fill` says). A wrong address raises."""
+def fresh(monkeypatch):
+    """Nothing is compiled yet, and nobody was warned."""
+    monkeypatch.setattr(fragment_pack, "_warned", False)
+    fragment_pack._launch.cache_clear()
+    yield
+    fragment_pack._launch.cache_clear()
+
+
+@pytest.fixture
+def simulate(fresh, monkeypatch):
+    """`fill` with its launch on NumPy: (the blob, what `fill` says)."""
     stream = Stream()
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, raising=False)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     monkeypatch.setattr(fragment_pack, "_index", lambda device: 0)
+    monkeypatch.setattr(CudaLaunch, "load", lambda self, index: None)
 
-    def simulated(encoding, capability, weight, scale, global_scale, *, gated=False):
+    def simulated_fill(encoding, capability, weight, scale, global_scale, *, gated=False):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+        fragment_pack._launch.cache_clear()
         flag = torch.zeros(1, dtype=torch.int32)
         monkeypatch.setattr(fragment_pack, "_flags", [flag])
         shape = (len(weight), -(-weight.shape[1] // 64), -(-weight.shape[2] // 32), 2304)
         data = torch.full(shape, FILLER, dtype=torch.uint8)
-        known = [weight, scale, global_scale, data, flag]
-
-        def launch(grid_x, grid_y, grid_z, stream, *values):
-            memory = ptx.GlobalMemory()
-            places = {one.data_ptr(): memory.add(one.flatten().view(torch.uint8).numpy()) for one in known}
-            arguments = struct.pack(FIELDS, *(places[value] for value in values[:5]), *values[5:])
-            grid = grid_x, grid_y, grid_z
-            ptx.run(ptx_of(encoding, capability), [arguments], memory, grid=grid, threads=fragment_pack.THREADS)
-            for tensor in (data, flag):
-                content = memory.read(places[tensor.data_ptr()], np.uint8, tensor.nbytes)
-                tensor.view(torch.uint8).copy_(torch.from_numpy(content).view(tensor.view(torch.uint8).shape))
-
-        monkeypatch.setattr(fragment_pack, "_launch", lambda *key: types.SimpleNamespace(launch=launch))
         before = stream.waits
-        fine = fragment_pack.fill(encoding, weight, scale, global_scale, data, gated=gated)
-        assert stream.waits == before + 1
+        with simulated([weight, scale, global_scale, data, flag]) as launched:
+            fine = fragment_pack.fill(encoding, weight, scale, global_scale, data, gated=gated)
+        assert launched == ["fragment_pack"] and stream.waits == before + 1
         assert fragment_pack._flags == [flag] and int(flag) == 0, "the flag is not ready for the next one"
         return data, fine
 
-    return simulated
+    return simulated_fill
 
 
 def random_weights(experts, n, k, *, seed=0, low=0, high=256):
@@ -173,14 +146,6 @@ def test_it_compiles_for_every_architecture_without_spills(encoding, tmp_path, m
         compiled = fragment_pack.compile_pack(encoding, capability)
         assert (compiled.spill_bytes, compiled.stack_bytes, compiled.static_smem_bytes) == (0, 0, 0)
         assert compiled.registers <= 64  # eight blocks of 128 threads
-
-
-@pytest.fixture
-def fresh(monkeypatch):
-    monkeypatch.setattr(fragment_pack, "_warned", False)
-    fragment_pack._launch.cache_clear()
-    yield
-    fragment_pack._launch.cache_clear()
 
 
 def test_without_nvrtc_one_warning_says_so(fresh, monkeypatch):
