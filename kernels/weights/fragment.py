@@ -14,7 +14,7 @@ Scales are stored with sign bit and lowest exponents gone (see `scale_codes`); a
 In a "-glu" layout, for the first weight of gated experts, gate rows and up rows lie in turns of eight: row g of a
 subtile is a gate row, row g + 8 the same row of up, and one lane holds both. Each half is padded to a multiple of 32.
 
-`fragment_bytes` has the conversions.
+`fragment_bytes` has the conversions, `fragment_pack` the one that runs on GPUs.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ from ...errors import InvalidInput, message
 from ..problem import DTYPES
 from .codec import GROUP
 from .fragment_bytes import BLOCK_BYTES, CODE_BYTES, SUBTILE_BYTES, TILE, fill, read, scale_codes
+from .fragment_pack import fill as fill_on_gpu
+from .fragment_pack import usable
 from .layouts import GLU, Layout
-from .weight import Weight, is_aligned
+from .weight import Weight, check_values, is_aligned
 
 __all__ = [
     "BLOCK_BYTES",
@@ -108,7 +110,11 @@ def pack(encoding: str, weight: Tensor, weight_scale: Tensor, global_scale: Tens
         )
     data = torch.empty((*weight.shape[:-2], *blob_shape(n, k)), dtype=torch.uint8, device=weight.device)
     stacks = (weight, weight_scale, data) if weight.ndim == 3 else (weight[None], weight_scale[None], data[None])
-    fill(encoding, *stacks, gated=gated)
+    if not usable(encoding, data.device):
+        fill(encoding, *stacks, gated=gated)
+    elif not fill_on_gpu(encoding, *stacks, global_scale, gated=gated):
+        check_values(weight_scale, global_scale)
+        raise AssertionError("the kernel saw a wrong scale that is not there")
     return Weight(
         data=data,
         scale=None,
@@ -136,6 +142,7 @@ LAYOUTS = tuple(
         dtypes=dtypes,
         experts=True,
         gated=gated,
+        checks_values=partial(usable, encoding),
     )
     for encoding, dtypes in (("bf16", ("bfloat16",)), ("fp16", ("float16",)), ("nib", DTYPES))
     for gated in (False, True)

@@ -36,7 +36,7 @@ def usable(encoding: str, device: torch.device) -> bool:
 
 
 def fill(
-    encoding: str, weight: Tensor, scale: Tensor, global_scale: Tensor, data: Tensor, *, gated: bool = False
+    encoding: str, weight: Tensor, scale: Tensor, data: Tensor, global_scale: Tensor, *, gated: bool = False
 ) -> bool:
     """Write every byte of a blob, and wait until it is written.
 
@@ -46,10 +46,10 @@ def fill(
         "bf16", "fp16" or "nib"; `usable` on this device.
     weight, scale
         uint8 [E, N, K/2] and the uint8 view of e4m3 [E, N, K/16], contiguous.
-    global_scale
-        float32, contiguous; any shape.
     data
         uint8 [E, n64, k64, 2304], contiguous.
+    global_scale
+        float32, contiguous, of any shape; only looked at.
     gated
         Rows are two halves, gate and up, that are laid in turns of eight.
 

@@ -19,7 +19,7 @@ from ...errors import InvalidInput, message
 from ..problem import DTYPES, Problem
 from .codec import GROUP, e4m3_bytes
 from .swizzle import unswizzle
-from .weight import Weight, check_weight, validate
+from .weight import Weight, check_values, check_weight, validate
 
 __all__ = ["GLU", "Layout", "family", "first_layout", "layout", "layout_ids", "to_layout"]
 
@@ -46,6 +46,8 @@ class Layout:
         Each expert is packed by itself: E goes in front of the shapes.
     gated
         Whether it is for the first weight of gated experts only: rows are gate, then up.
+    checks_values
+        Whether `pack` there finds on its way what `check_values` looks for, and raises the same.
     """
 
     id: str
@@ -56,6 +58,13 @@ class Layout:
     dtypes: tuple[str, ...] = DTYPES
     experts: bool = False
     gated: bool = False
+    checks_values: Callable[[torch.device], bool] = lambda device: False
+
+    def convert(self, weight: Tensor, weight_scale: Tensor, global_scale: Tensor) -> Weight:
+        """`pack`, after `check_values`."""
+        if not self.checks_values(weight.device):
+            check_values(weight_scale, global_scale)
+        return self.pack(weight, weight_scale, global_scale)
 
     def bytes(self, n: int, k: int) -> int:
         """Of a weight [n, k], scales included, its global scale not."""
@@ -144,4 +153,4 @@ def to_layout(
     if repair_nan:
         scale = e4m3_bytes(weight_scale)
         weight_scale = torch.where((scale & 0x7F) == 0x7F, 0x7E, scale)
-    return target.pack(*validate(weight, weight_scale, weight_scale_2))
+    return target.convert(*validate(weight, weight_scale, weight_scale_2, values=False))

@@ -14,6 +14,7 @@ __all__ = [
     "ALIGNMENT",
     "Weight",
     "check_tensors",
+    "check_values",
     "check_weight",
     "is_aligned",
     "normalize_global_scale",
@@ -120,13 +121,28 @@ def validate(
         )
     global_scale = normalize_global_scale(weight_scale_2, n)
     if values:
-        if weight.is_meta:
-            raise InvalidInput(
-                message("the weight has no values", got="meta tensors", do="load the checkpoint, then pack")
-            )
-        _check_scale_values(scale)
-        _check_global_values(global_scale)
+        check_values(scale, global_scale)
     return weight, scale, global_scale
+
+
+def check_values(scale: Tensor, global_scale: Tensor) -> None:
+    """Look for NaN block scales, and for global scales that are not positive and finite. Waits for the device.
+
+    Parameters
+    ----------
+    scale, global_scale
+        As a Weight has them; of experts, rows of all of them are counted on: row e * N + n.
+
+    Raises
+    ------
+    InvalidInput
+        What is wrong and where.
+    """
+    if scale.is_meta:
+        raise InvalidInput(message("the weight has no values", got="meta tensors", do="load the checkpoint, then pack"))
+    rows = scale.view(-1, scale.shape[-1])
+    _check_scale_values(rows)
+    _check_global_values(global_scale, len(rows))
 
 
 def check_tensors(**tensors: object) -> None:
@@ -258,15 +274,16 @@ def _check_scale_values(scale: Tensor) -> None:
         )
 
 
-def _check_global_values(global_scale: Tensor) -> None:
-    wrong = ~(torch.isfinite(global_scale) & (global_scale > 0))
+def _check_global_values(global_scale: Tensor, rows: int) -> None:
+    factors = global_scale.view(-1)
+    wrong = ~(torch.isfinite(factors) & (factors > 0))
     if bool(wrong.any()):
-        row = int(wrong.nonzero()[0])
-        where = f" at row {row}" if global_scale.numel() > 1 else ""
+        first = int(wrong.nonzero()[0])
+        where = f" at row {first * (rows // len(factors))}" if global_scale.numel() > 1 else ""
         raise InvalidInput(
             message(
                 "wrong global scale",
-                got=f"{float(global_scale[row])}{where}",
+                got=f"{float(factors[first])}{where}",
                 expected="positive and finite (as float32)",
                 do="weight_scale_2 multiplies; for compressed-tensors it is 1 / weight_global_scale",
             )

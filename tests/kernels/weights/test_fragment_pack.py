@@ -1,16 +1,17 @@
 """`fragment_pack` run on NumPy: it writes the bytes that the torch operations write, and sees what is wrong."""
 
 import contextlib
+import dataclasses
 import warnings
 
 import pytest
 import torch
-from nvfp4.errors import BuildError
+from nvfp4.errors import BuildError, InvalidInput
 from nvfp4.kernels.cuda import program_cache
 from nvfp4.kernels.cuda.launch import CudaLaunch
-from nvfp4.kernels.weights import fragment_pack
+from nvfp4.kernels.weights import fragment, fragment_pack, layouts
 from nvfp4.kernels.weights.codec import pack_codes
-from nvfp4.kernels.weights.layouts import to_layout
+from nvfp4.kernels.weights.layouts import layout, to_layout
 from nvfp4.testing.ptx_launch import simulated
 
 CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
@@ -37,6 +38,15 @@ def fresh(monkeypatch):
     fragment_pack._launch.cache_clear()
 
 
+def prepare(monkeypatch, capability):
+    """A flag for a launch that is for a GPU of this capability."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    fragment_pack._launch.cache_clear()
+    flag = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(fragment_pack, "_flags", [flag])
+    return flag
+
+
 @pytest.fixture
 def simulate(fresh, monkeypatch):
     """`fill` with its launch on NumPy: (the blob, what `fill` says)."""
@@ -47,15 +57,12 @@ def simulate(fresh, monkeypatch):
     monkeypatch.setattr(CudaLaunch, "load", lambda self, index: None)
 
     def simulated_fill(encoding, capability, weight, scale, global_scale, *, gated=False):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-        fragment_pack._launch.cache_clear()
-        flag = torch.zeros(1, dtype=torch.int32)
-        monkeypatch.setattr(fragment_pack, "_flags", [flag])
+        flag = prepare(monkeypatch, capability)
         shape = (len(weight), -(-weight.shape[1] // 64), -(-weight.shape[2] // 32), 2304)
         data = torch.full(shape, FILLER, dtype=torch.uint8)
         before = stream.waits
         with simulated([weight, scale, global_scale, data, flag]) as launched:
-            fine = fragment_pack.fill(encoding, weight, scale, global_scale, data, gated=gated)
+            fine = fragment_pack.fill(encoding, weight, scale, data, global_scale, gated=gated)
         assert launched == ["fragment_pack"] and stream.waits == before + 1
         assert fragment_pack._flags == [flag] and int(flag) == 0, "the flag is not ready for the next one"
         return data, fine
@@ -136,6 +143,42 @@ def test_a_wrong_global_scale_is_seen_and_a_right_one_is_not(simulate):
         assert not simulate("nib", (10, 0), weight, scale, many)[1], value
     for value in (1e-45, 1e-38, torch.finfo(torch.float32).max):
         assert simulate("nib", (10, 0), weight, scale, torch.full((1,), value))[1], value
+
+
+def packed(monkeypatch, weight, scale, global_scale):
+    """By `fragment.pack`, as on a GPU."""
+    monkeypatch.setattr(fragment, "usable", lambda encoding, device: True)
+    with simulated([weight, scale, global_scale, prepare(monkeypatch, (9, 0))]) as launched:
+        blob = torch.zeros((2, 2, 2, 2304), dtype=torch.uint8)
+        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: weight.new_empty(blob.shape))
+        made = fragment.pack("bf16", weight, scale, global_scale)
+    assert launched == ["fragment_pack"]
+    return made
+
+
+def test_pack_fills_on_the_gpu_and_names_the_place_of_what_is_wrong(simulate, monkeypatch):
+    weight, scale = random_weights(2, 66, 80)
+    expected = by_torch("bf16", weight, scale)
+    factors = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    made = packed(monkeypatch, weight, scale, factors)
+    assert torch.equal(made.data, expected) and torch.equal(made.global_scale, factors)
+    factors[1, 1] = -4.0
+    with pytest.raises(InvalidInput, match=r"wrong global scale; got -4\.0 at row 99"):
+        packed(monkeypatch, weight, scale, factors)
+    scale[1, 2, 3] = 0xFF
+    with pytest.raises(InvalidInput, match="1 NaN; got byte 0xFF at row 68, group 3"):
+        packed(monkeypatch, weight, scale, factors)
+
+
+def test_values_are_looked_at_once(monkeypatch):
+    looked = []
+    monkeypatch.setattr(layouts, "check_values", lambda *tensors: looked.append(tensors))
+    weight, scale = random_weights(1, 8, 16)
+    one, plain = torch.ones(1), layout("fragment1-bf16")
+    plain.convert(weight[0], scale[0], one)
+    assert len(looked) == 1
+    dataclasses.replace(plain, checks_values=lambda device: True).convert(weight[0], scale[0], one)
+    assert len(looked) == 1
 
 
 @pytest.mark.parametrize("encoding", fragment_pack.ENCODINGS)
