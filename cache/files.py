@@ -9,13 +9,23 @@ import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from urllib.parse import quote
 
 from ..errors import DatabaseError, message
 from .schema import APPLICATION_ID, VERSION
 
-__all__ = ["check_schema", "connect_reader", "connect_writer", "default_path", "explain", "set_aside", "settle"]
+__all__ = [
+    "check_schema",
+    "connect_reader",
+    "connect_writer",
+    "default_path",
+    "explain",
+    "set_aside",
+    "settle",
+    "stamp",
+]
 
 BUSY_TIMEOUT_S = 5.0
 
@@ -49,6 +59,26 @@ def default_path() -> Path:
     from platformdirs import user_cache_path
 
     return user_cache_path("nvfp4", appauthor=False) / "nvfp4.db"
+
+
+def stamp() -> tuple[object, ...]:
+    """Not what it was if the user's database has been written, made or named anew since; much cheaper than a look."""
+    path = _found(os.environ.get("NVFP4_DB"), os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
+    return path, _written(path), _written(f"{path}-wal")
+
+
+@cache
+def _found(*_: str | None) -> str:
+    """`default_path`, which takes a while, with these in the environment."""
+    return str(default_path())
+
+
+def _written(path: str) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
 def failure(path: Path, reason: str, what: str, *, got: object = None, do: str = "") -> DatabaseError:

@@ -22,6 +22,7 @@ from ..kernels.cuda import program_cache
 from ..kernels.cuda.compile import known_architecture
 from ..kernels.problem import Device, Problem
 from ..kernels.triton_launch import interpreting
+from ..kernels.weights.fragment import compile_packing
 from .output import Grid, console, print_json
 from .words import candidate_words, device_words, duration, plural, problem_words
 
@@ -127,6 +128,8 @@ def build_offline(
             build_all(wanted, pool=pool, built=built, warn=lambda text: click.echo(f"warning: {text}", err=True))
         finally:
             pool.close()
+        for capability in capabilities:
+            compile_packing(capability)
         if output is not None:
             program_cache.open_to_all(folder)
     shipped = Shipped(

@@ -20,15 +20,25 @@ from .segments import decide
 
 __all__ = ["choose_layout", "planned_layout"]
 
+_planned: dict[tuple[Device, Problem], tuple[object, str]] = {}
+table.on_clear(_planned.clear)
+
 REMEMBERED = 4096  # problems; a choice asks kernels for defaults at some twenty M, which takes tens of milliseconds
 
 
 def planned_layout(device: torch.device, problem: Problem) -> str:
-    """`choose_layout` with the plan of the user's database; "checkpoint" on devices that have no kernels."""
+    """`choose_layout` with the plan of the user's database; "checkpoint" on devices that have no kernels.
+
+    Remembered until the database changes, or `table.clear` is called: asking it takes half a millisecond.
+    """
     if device.type not in ("cpu", "cuda"):
         return "checkpoint"
     here = describe(device)
-    return choose_layout(here, problem, table.find_plan(here, problem))
+    stamp, key = table.database_stamp(), (here, problem)
+    found = _planned.get(key)
+    if found is None or found[0] != stamp:
+        found = _planned[key] = stamp, choose_layout(here, problem, table.find_plan(here, problem))
+    return found[1]
 
 
 def choose_layout(device: Device, problem: Problem, plan: Plan | None) -> str:

@@ -19,7 +19,7 @@ from ..kernels.kernel import Launcher
 from ..kernels.problem import Device, Problem
 from .segments import ANCHORS, Segment, decide
 
-__all__ = ["Bound", "UntunedWarning", "bind", "clear", "find_plan", "on_clear"]
+__all__ = ["Bound", "UntunedWarning", "bind", "clear", "database_stamp", "find_plan", "on_clear"]
 
 # (upper ends of all intervals but the last, launchers): launchers[bisect_left(uppers, m)] serves m tokens.
 Bound: TypeAlias = tuple[tuple[int, ...], tuple[Launcher, ...]]
@@ -146,6 +146,13 @@ def find_plan(device: Device, problem: Problem) -> Plan | None:
     from ..cache import lookup  # sqlite_utils comes with it
 
     return lookup.find_plan(device, problem)
+
+
+def database_stamp() -> tuple[object, ...]:
+    """`cache.files.stamp`, imported where it is used."""
+    from ..cache import files
+
+    return files.stamp()
 
 
 def _what_to_warm(problem: Problem) -> str:

@@ -28,8 +28,8 @@ from ...errors import InvalidInput, message
 from ..problem import DTYPES
 from .codec import GROUP
 from .fragment_bytes import BLOCK_BYTES, CODE_BYTES, SUBTILE_BYTES, TILE, fill, read, scale_codes
+from .fragment_pack import compile_pack, usable
 from .fragment_pack import fill as fill_on_gpu
-from .fragment_pack import usable
 from .layouts import GLU, Layout
 from .weight import Weight, check_values, is_aligned
 
@@ -40,6 +40,7 @@ __all__ = [
     "SUBTILE_BYTES",
     "TILE",
     "blob_shape",
+    "compile_packing",
     "fragment_id",
     "pack",
     "padded",
@@ -80,6 +81,12 @@ def fragment_id(capability: tuple[int, int], dtype: str) -> str:
     return "fragment1-bf16" if dtype == "bfloat16" else "fragment1-fp16"
 
 
+def compile_packing(capability: tuple[int, int]) -> None:
+    """Compile what packs on a GPU of that capability, which need not be here; BuildError if that fails."""
+    for layout_id in dict.fromkeys(fragment_id(capability, dtype) for dtype in DTYPES):
+        compile_pack(layout_id.rpartition("-")[2], capability)
+
+
 def pack(encoding: str, weight: Tensor, weight_scale: Tensor, global_scale: Tensor, *, gated: bool = False) -> Weight:
     """Validated tensors of a checkpoint as a blob; works where they are.
 
@@ -109,10 +116,10 @@ def pack(encoding: str, weight: Tensor, weight_scale: Tensor, global_scale: Tens
             )
         )
     data = torch.empty((*weight.shape[:-2], *blob_shape(n, k)), dtype=torch.uint8, device=weight.device)
-    stacks = (weight, weight_scale, data) if weight.ndim == 3 else (weight[None], weight_scale[None], data[None])
     if not usable(encoding, data.device):
+        stacks = (weight, weight_scale, data) if weight.ndim == 3 else (weight[None], weight_scale[None], data[None])
         fill(encoding, *stacks, gated=gated)
-    elif not fill_on_gpu(encoding, *stacks, global_scale, gated=gated):
+    elif not fill_on_gpu(encoding, weight, weight_scale, data, global_scale, gated=gated):
         check_values(weight_scale, global_scale)
         raise AssertionError("the kernel saw a wrong scale that is not there")
     return Weight(

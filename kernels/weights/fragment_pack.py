@@ -45,9 +45,9 @@ def fill(
     encoding
         "bf16", "fp16" or "nib"; `usable` on this device.
     weight, scale
-        uint8 [E, N, K/2] and the uint8 view of e4m3 [E, N, K/16], contiguous.
+        uint8 [N, K/2] and the uint8 view of e4m3 [N, K/16], contiguous; of experts [E, N, K/2] and [E, N, K/16].
     data
-        uint8 [E, n64, k64, 2304], contiguous.
+        uint8 [n64, k64, 2304] or [E, n64, k64, 2304], contiguous.
     global_scale
         float32, contiguous, of any shape; only looked at.
     gated
@@ -63,8 +63,8 @@ def fill(
     assert launch is not None
     if weight.data_ptr() % LOAD_BYTES:
         weight = weight.clone()
-    experts, n, _ = weight.shape
-    _, row_blocks, k_blocks, _ = data.shape
+    n = weight.shape[-2]
+    *experts, row_blocks, k_blocks, _ = data.shape
     try:
         flag = _flags.pop()
     except IndexError:
@@ -73,7 +73,7 @@ def fill(
         launch.launch(
             -(-k_blocks // BLOCKS),
             row_blocks,
-            experts,
+            experts[0] if experts else 1,
             torch._C._cuda_getCurrentRawStream(index),
             weight.data_ptr(),
             scale.data_ptr(),
@@ -81,14 +81,15 @@ def fill(
             data.data_ptr(),
             flag.data_ptr(),
             n,
-            scale.shape[2],
+            scale.shape[-1],
             k_blocks,
             global_scale.numel(),
             gated,
         )
         torch.cuda.current_stream().synchronize()
     fine = int(flag) == 0
-    flag.zero_()
+    if not fine:
+        flag.zero_()
     _flags.append(flag)
     return fine
 

@@ -26,6 +26,7 @@ import importlib, json, os, sys
 import msgspec, torch, triton
 from nvfp4.kernels import registry
 from nvfp4.kernels.problem import Device, Problem
+from nvfp4.kernels.weights.fragment import compile_packing
 
 def refuse(*arguments, **options):
     raise AssertionError("something is compiled")
@@ -41,6 +42,10 @@ for device, problem, name, config in msgspec.json.decode(sys.stdin.read(), type=
         kernel.build(device, problem, kernel.parse_config(device, problem, config))
     except Exception as error:
         failed[name] = str(error)
+    try:
+        compile_packing(device.capability)
+    except Exception as error:
+        failed["packing"] = str(error)
 print(json.dumps(failed))
 """
 
@@ -125,7 +130,7 @@ def test_the_folder_is_all_that_another_process_needs(run, tmp_path):
     assert not (tmp_path / "triton").exists()
 
     missing = build(tmp_path / "empty", given, tmp_path)  # the same process does need the compilers
-    assert missing.keys() == {c["kernel"] for c in first["candidates"]}
+    assert missing.keys() == {"packing"} | {c["kernel"] for c in first["candidates"]}
     assert "something is compiled" in missing["marlin"] and "something is compiled" in missing["triton_fused"]
     assert "CuTe DSL cannot be imported" in missing["cutedsl_wgmma"]
 

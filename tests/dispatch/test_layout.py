@@ -10,6 +10,7 @@ from nvfp4.cache import lookup
 from nvfp4.cache.records import Environment, Interval, LayoutPlan, Plan
 from nvfp4.cache.store import Store
 from nvfp4.dispatch import layout as layout_module
+from nvfp4.dispatch import table
 from nvfp4.dispatch.layout import choose_layout
 from nvfp4.dispatch.offline import TYPICAL
 from nvfp4.kernels.problem import DTYPES, Device, Problem
@@ -154,6 +155,27 @@ def test_plans_of_this_problem_on_this_device_count_and_no_others(kernels, case,
     assert nvfp4.pack(c.weight, c.scale, c.gs, layout="checkpoint").layout == "checkpoint"
     assert nvfp4.pack(c.weight, c.scale, c.gs, dtype=torch.float16).layout == "fragment1-fp16"
     assert nvfp4.pack(d.weight, d.scale, d.gs).layout == FRAGMENT
+
+
+def test_the_database_is_asked_again_when_it_has_changed(kernels, case, monkeypatch, tmp_path):
+    kernels("checkpoint", FRAGMENT)
+    monkeypatch.setattr(layout_module, "describe", lambda device: GPU)
+    asked, find_plan = [], lookup.find_plan
+    monkeypatch.setattr(lookup, "find_plan", lambda *key: asked.append(key) or find_plan(*key))
+    c = case()
+
+    def layouts():
+        return [nvfp4.pack(c.weight, c.scale, c.gs).layout for _ in range(3)]
+
+    monkeypatch.setenv("NVFP4_DB", str(tmp_path / "a.db"))
+    assert layouts() == [FRAGMENT] * 3 and len(asked) == 1
+    with Store.open(tmp_path / "a.db") as store:
+        store.save_plan(plan_of("checkpoint", checkpoint=1.0))
+    assert layouts() == ["checkpoint"] * 3 and len(asked) == 2
+    monkeypatch.setenv("NVFP4_DB", str(tmp_path / "b.db"))
+    assert layouts() == [FRAGMENT] * 3 and len(asked) == 3
+    table.clear()
+    assert layouts() == [FRAGMENT] * 3 and len(asked) == 4
 
 
 @pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning")

@@ -21,7 +21,7 @@ ENCODINGS = fragment_pack.ENCODINGS
 @pytest.fixture(autouse=True)
 def no_fallback():
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.filterwarnings("error", message="weights are packed in torch operations")
         assert fragment_pack.usable("bf16", torch.device("cuda", 0))
         yield
 
