@@ -24,7 +24,7 @@ from ..kernels.weights.layouts import to_layout
 from .experts import GroupedCase, MoeCase, experts_case
 from .gemm import GemmCase
 
-__all__ = ["GLOBAL_SCALES", "H200", "MS", "candidates", "check", "check_exact", "problems"]
+__all__ = ["GLOBAL_SCALES", "H200", "MS", "candidates", "check", "check_exact", "make_case", "problems"]
 
 MS = (1, 5, 16, 31, 33, 64)  # around the tails of 16- and 32-row tiles
 
@@ -90,6 +90,16 @@ def candidates(kernel: Kernel, device: Device, problem: Problem, m: int, *, samp
     return [default, *itertools.islice(valid, sampled)]
 
 
+def make_case(
+    kernel: Kernel, device: Device, problem: Problem, m: int, seed: int, torch_device: torch.device
+) -> GemmCase | GroupedCase | MoeCase:
+    """The random input of `check`, with weights in the layout that the kernel reads on that device."""
+    layout_id = kernel.layout(device, problem)
+    if problem.op == "gemm":
+        return GemmCase.random(problem, m, seed, torch_device, layout_id)
+    return experts_case(problem, m, seed, torch_device, layout_id=layout_id)
+
+
 def check(
     kernel: Kernel,
     device: Device,
@@ -127,12 +137,7 @@ def check(
         Wrong values, values in a wrong place, changed inputs, bytes written outside `out`, or two runs that differ
         although the kernel says that it is deterministic.
     """
-    case: GemmCase | GroupedCase | MoeCase
-    layout_id = kernel.layout(device, problem)
-    if problem.op == "gemm":
-        case = GemmCase.random(problem, m, seed, torch_device, layout_id)
-    else:
-        case = experts_case(problem, m, seed, torch_device, layout_id=layout_id)
+    case = make_case(kernel, device, problem, m, seed, torch_device)
     launcher = kernel.build(device, problem, config)
     before = [_bytes(tensor).clone() for tensor in case.tensors()]
     out = _run(lambda out: case.launch(launcher, out), case.shape, case.x)
