@@ -25,7 +25,7 @@ from .words import device_words, plural
 __all__ = ["env"]
 
 LABELS = {"timing": "timing protocol"}
-OPTIONS = ("NVFP4_DB", "NVFP4_KERNELS", "NVFP4_KERNEL_CACHE", "NVFP4_PDL")
+OPTIONS = ("NVFP4_DB", "NVFP4_KERNELS", "NVFP4_KERNEL_CACHE", "NVFP4_PDL", "NVFP4_VLLM")
 
 
 class Database(msgspec.Struct, frozen=True, kw_only=True):

@@ -14,7 +14,15 @@ from packaging.version import Version
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 SETUPTOOLS = PROJECT["tool"]["setuptools"]
-PARTS = ("cache", "cli", "dispatch", "kernels", "testing", "tuner")  # top-level folders that are in the wheel
+PARTS = (
+    "cache",
+    "cli",
+    "dispatch",
+    "integrations",
+    "kernels",
+    "testing",
+    "tuner",
+)  # top-level folders that are in the wheel
 
 
 def folders():

@@ -1,0 +1,1 @@
+"""Plug-ins for serving engines. Nothing in the package imports them."""

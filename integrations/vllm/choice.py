@@ -1,0 +1,35 @@
+"""Whether a kernel of this package can run a problem where vLLM builds a layer."""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+from ...kernels import registry
+from ...kernels.device import describe
+from ...kernels.problem import Problem
+
+__all__ = ["Layer", "log", "runs_here", "why_not"]
+
+Layer: TypeAlias = Any  # a torch module with the attributes that vLLM gives it
+
+log = init_logger("vllm.nvfp4")  # below "vllm", so that vLLM's settings of logging hold
+
+
+def runs_here() -> bool:
+    """Whether this is a CUDA device that the kernels are made for."""
+    return bool(current_platform.is_cuda() and current_platform.has_device_capability(80))
+
+
+def why_not(problem: Problem, device: torch.device) -> str:
+    """Why no kernel runs the problem on the device, "" if one does."""
+    if device.type == "meta":  # of weights that are made later
+        device = torch.device(current_platform.device_type)
+    here = describe(device)
+    verdicts = {kernel.name: kernel.supports(here, problem) for kernel in registry.kernels(problem.op)}
+    if any(verdicts.values()):
+        return ""
+    return "; ".join(f"{name}: {verdict.reason}" for name, verdict in verdicts.items()) or "there are no kernels"
