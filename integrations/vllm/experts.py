@@ -24,8 +24,8 @@ from vllm.model_executor.utils import replace_parameter
 from ...dispatch.checkpoint.modules import CT, MODELOPT
 from ...dispatch.checkpoint.values import global_factor
 from ...dispatch.checks import DTYPE_NAMES
+from ...dispatch.experts import warm
 from ...dispatch.pack import pack
-from ...dispatch.warmup import warmup
 from ...kernels.problem import Problem
 from .activations import ACTIVATIONS, call_of
 from .choice import Layer, log, runs_here, why_not
@@ -165,7 +165,7 @@ def _load(method: Any, layer: Layer, dialect: str, w13_scales: Tensor, w2_scales
     for stack, stored in (("w13", w13_scales), ("w2", w2_scales)):
         factor = global_factor(f"{stack} global scale", stored.data, dialect).reshape(stored.shape)
         weight, scale = getattr(layer, f"{stack}_weight"), getattr(layer, f"{stack}_weight_scale")
-        packed = pack(weight.data, scale.data, factor)
+        packed = pack(weight.data, scale.data, factor, layout="checkpoint")
         replace_parameter(layer, f"{stack}_weight", packed.data)
         replace_parameter(layer, f"{stack}_weight_scale", packed.scale)
         replace_parameter(layer, f"{stack}_weight_scale_2", packed.global_scale)
@@ -178,7 +178,7 @@ def _load(method: Any, layer: Layer, dialect: str, w13_scales: Tensor, w2_scales
         backend=method.nvfp4_backend,
         routing_tables=layer._expert_routing_tables(),
     )
-    warmup(problem_of(method.moe), device=layer.w13_weight.device)
+    warm(problem_of(method.moe), layer.w13_weight.device, "checkpoint", (1,))
 
 
 class ModelOptExperts(ModelOptNvFp4FusedMoE):
