@@ -65,7 +65,7 @@ def bind(device: torch.device, problem: Problem, layout: str, load: Load | None)
             message(
                 f"{problem.label} was never run on {device} before this CUDA graph capture, and building it would"
                 " break the capture",
-                do=f"call nvfp4.warmup {_what_to_warm(problem)} first, or run it once without capture",
+                do=f"call nvfp4.warmup {_what_to_warm(problem, layout)} first, or run it once without capture",
             )
         )
     with _lock:
@@ -155,8 +155,8 @@ def database_stamp() -> tuple[object, ...]:
     return files.stamp()
 
 
-def _what_to_warm(problem: Problem) -> str:
-    return "with the model's weights" if problem.op == "gemm" else f"with {problem}"
+def _what_to_warm(problem: Problem, layout: str) -> str:
+    return "with the model's weights" if problem.op == "gemm" else f"with {problem} and layout={layout!r}"
 
 
 def _command(problem: Problem) -> str:

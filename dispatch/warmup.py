@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import InvalidInput, message
 from ..kernels.device import describe
 from ..kernels.problem import Problem
+from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
 from . import call, experts
@@ -25,6 +26,7 @@ def warmup(
     ms: Iterable[int] | None = None,
     dtype: torch.dtype = torch.bfloat16,
     device: torch.device | str | None = None,
+    layout: str | None = None,
 ) -> int:
     """Bind every problem and run each of its kernels once.
 
@@ -42,6 +44,9 @@ def warmup(
         Of the x the weights will meet; Problems have their own.
     device
         For Problems; by default the current CUDA device, or the CPU where there is none.
+    layout
+        For Problems: the layout in which their weights will be, such as "checkpoint" for a checkpoint's own tensors; of
+        a moe that of w2. None takes what `nvfp4.pack` and the modules of `nvfp4.nn` take.
 
     Returns
     -------
@@ -70,19 +75,19 @@ def warmup(
         if isinstance(item, Problem):
             problem = item
             where = where_problems_run
-            layout = planned_layout(where, problem)
+            reads = planned_layout(where, problem) if layout is None else get_layout(layout).id
         elif isinstance(item, Weight):
             problem = Problem(n=item.out_features, k=item.in_features, dtype=DTYPE_NAMES[dtype])
-            where, layout = item.data.device, item.layout
+            where, reads = item.data.device, item.layout
         else:
             raise InvalidInput(message("warmup cannot use this", got=type(item).__name__, expected="Weight or Problem"))
-        if (problem, layout, where) in seen:
+        if (problem, reads, where) in seen:
             continue
-        seen.add((problem, layout, where))
+        seen.add((problem, reads, where))
         if problem.op != "gemm":
-            experts.warm(problem, where, layout, sizes or (1,))
+            experts.warm(problem, where, reads, sizes or (1,))
         else:
-            weight = item if isinstance(item, Weight) else _zero_weight(problem, layout, where)
+            weight = item if isinstance(item, Weight) else _zero_weight(problem, reads, where)
             _run(weight, getattr(torch, problem.dtype), sizes)
     if any(where.type == "cuda" for _, _, where in seen):
         torch.cuda.synchronize()

@@ -18,15 +18,15 @@ PROBES = (1, 1 << 20)  # one token, and an M that stands for "however large"
 def untuned_layout(device: Device, problem: Problem, kernels: Iterable[Kernel]) -> str:
     """The fragment layout on a GPU where kernels that read it serve few tokens and many; else "checkpoint".
 
-    On the one GPU that was measured (NVIDIA H200, 2026-11) the best candidates that read fragments took less time than
-    those that read the checkpoint's bytes at every M of all eight shapes.
+    On the one GPU that was measured (NVIDIA H200, 2026-11) the best candidates of gemm that read fragments took less
+    time than those that read the checkpoint's bytes at every M of all eight shapes. Experts follow the same rule.
 
     Parameters
     ----------
     kernels
         Those that may run; of other ops and of other devices too.
     """
-    if device.kind != "cuda" or problem.op != "gemm":
+    if device.kind != "cuda":
         return "checkpoint"
     wanted = fragment_id(device.capability, problem.dtype)
     readers = [

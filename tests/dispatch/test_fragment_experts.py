@@ -102,6 +102,10 @@ def test_warmup_takes_the_planned_layout(problem, set_plan, monkeypatch):
     set_plan(problem, IDS["bfloat16"], **{IDS["bfloat16"]: [(1, None, name, config.to_json())]})
     assert nvfp4.warmup(problem, device="cpu") == 1
     assert [layout for _, _, layout in table._bound] == [IDS["bfloat16"]]
+    assert nvfp4.warmup(problem, device="cpu", layout="checkpoint") == 1
+    assert [layout for _, _, layout in table._bound] == [IDS["bfloat16"], "checkpoint"]
+    with pytest.raises(nvfp4.InvalidInput, match="unknown weight layout; got 'fragment'"):
+        nvfp4.warmup(problem, device="cpu", layout="fragment")
 
 
 def test_opcheck():

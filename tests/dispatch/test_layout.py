@@ -93,9 +93,23 @@ def test_a_gpu_without_kernels_that_read_fragments_gets_the_checkpoint_layout(ke
     assert choose_layout(GPU, PROBLEM, None) == "checkpoint"
 
 
-def test_other_ops_get_the_checkpoint_layout(kernels):
-    kernels("checkpoint", FRAGMENT)
-    problem = Problem(op="grouped_gemm", n=32, k=64, experts=4)
+EXPERTS = [
+    Problem(op="grouped_gemm", n=32, k=64, experts=4),
+    Problem(op="moe", n=32, k=64, experts=4, top_k=2, activation="swiglu"),
+]
+
+
+@pytest.mark.parametrize("problem", EXPERTS, ids=lambda problem: problem.op)
+def test_experts_follow_the_same_rule_with_kernels_of_their_own(kernels, problem):
+    made = kernels("checkpoint", FRAGMENT)
+    assert choose_layout(GPU, problem, None) == "checkpoint"  # kernels of gemm do not count
+    for kernel in made.values():
+        kernel.op = problem.op
+    layout_module._choose.cache_clear()
+    assert choose_layout(GPU, problem, None) == FRAGMENT
+    assert choose_layout(Device(kind="cpu", name="a CPU"), problem, None) == "checkpoint"
+    made[FRAGMENT].m_max = 64
+    layout_module._choose.cache_clear()
     assert choose_layout(GPU, problem, None) == "checkpoint"
 
 

@@ -304,7 +304,10 @@ def test_warmup_binds_problems_of_experts(monkeypatch):
     case = moe_case(0, problem=p)
     close(case, run(case))
     other = moe_case(0, problem=replace(p, activation="geglu"))
-    with pytest.raises(nvfp4.NotWarm, match=r"nvfp4.warmup with Problem\(op='moe', n=48, k=64, .*activation='geglu'\)"):
+    with pytest.raises(
+        nvfp4.NotWarm,
+        match=r"nvfp4.warmup with Problem\(op='moe', n=48, k=64, .*activation='geglu'\) and layout='checkpoint' first",
+    ):
         run(other)
 
 
