@@ -61,7 +61,7 @@ def convert_(
         Weight layout; None takes what `nvfp4.pack` takes: what each problem's plan marks, and on an untuned GPU the
         fragment layout.
     keep_checkpoint
-        As for `nvfp4.nn.Linear`: whether to keep the stored tensors beside another layout.
+        As for `nvfp4.nn.Linear` and `FusedMoE`: whether to keep the stored tensors beside another layout.
     fuse_experts
         Whether experts that are linear layers become one module where that can be done.
     device
@@ -83,7 +83,9 @@ def convert_(
             message("convert_ replaces layers inside a model", got="a Linear", do="use nvfp4.nn.Linear.from_linear")
         )
     if checkpoint is None:
-        convert_experts_(model, filter_fn, None, fuse_linears=fuse_experts, device=device)
+        convert_experts_(
+            model, filter_fn, None, fuse_linears=fuse_experts, device=device, layout=layout, keep=keep_checkpoint
+        )
         for module, owners in _linears(model).items():
             first = next(iter(owners))
             if filter_fn(module, first) if filter_fn else all(_worth_it(module, name) for name in owners):
@@ -91,7 +93,9 @@ def convert_(
         return model
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     _refuse_unreadable(source)
-    experts = convert_experts_(model, filter_fn, source, fuse_linears=fuse_experts, device=device)
+    experts = convert_experts_(
+        model, filter_fn, source, fuse_linears=fuse_experts, device=device, layout=layout, keep=keep_checkpoint
+    )
     used = set(experts.linears)
     for module, owners in _linears(model).items():
         found = {name: info for name in owners if (info := _find(source, name)) is not None}

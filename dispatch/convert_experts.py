@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput, message
 from ..kernels.weights.codec import GROUP
+from ..kernels.weights.layouts import layout as get_layout
 from .checkpoint import Checkpoint
 from .checkpoint.names import aliases
 from .checks import DTYPE_NAMES
@@ -57,12 +58,15 @@ class Converted:
         Names in the checkpoint of the layers and of the 3-D experts that were used.
     reasons
         Modules of experts that could not be replaced, and why.
+    options
+        Of every FusedMoE: its layout, and whether it keeps the checkpoint's stacks beside it.
     """
 
     def __init__(self) -> None:
         self.linears: set[str] = set()
         self.stacks: set[str] = set()
         self.reasons: dict[str, str] = {}
+        self.options: dict[str, Any] = {}
 
 
 def convert_experts_(
@@ -72,6 +76,8 @@ def convert_experts_(
     *,
     fuse_linears: bool,
     device: torch.device | str | None,
+    layout: str | None = None,
+    keep: bool = False,
 ) -> Converted:
     """Replace modules with experts as 3-D parameters, and blocks with experts as linear layers.
 
@@ -81,6 +87,9 @@ def convert_experts_(
         The checkpoint's experts are of another size, incomplete or damaged; a filter refuses what has no dense weights.
     """
     done = Converted()
+    if layout not in (None, "fragment") and not get_layout(layout).experts:
+        layout = "checkpoint"  # of linear layers only
+    done.options = {"layout": layout, "keep_checkpoint": keep}
     for name, module in list(model.named_modules()):
         if not name:
             continue
@@ -140,6 +149,7 @@ def _replace_stacked(
             w2_bias=other,
             activation=found.activation,
             **found.values,
+            **done.options,
         )
     _put(model, module, made.train(module.training))
 
@@ -163,9 +173,9 @@ def _replace_block(
     if found is None or (source is None and not _fits(found.experts)):
         return
     if source is not None:
-        made = _read(source, inside, found.experts, linears[0][1].weight, device, done)
+        made = _read(source, inside, found.experts, linears[0][1].weight, device, done, top_k=found.top_k)
     else:
-        made = _quantized(experts, found)
+        made = _quantized(experts, found, done)
     block = FusedBlock(
         module.get_submodule("gate"),
         made.train(module.training),
@@ -176,7 +186,7 @@ def _replace_block(
     _put(model, module, block.train(module.training))
 
 
-def _quantized(experts: nn.Module, found: Block) -> FusedMoE:
+def _quantized(experts: nn.Module, found: Block, done: Converted) -> FusedMoE:
     each: list[Any] = list(experts.children())
     names = next(names for names in FAMILIES if all(hasattr(each[0], one) for one in names))
 
@@ -191,7 +201,9 @@ def _quantized(experts: nn.Module, found: Block) -> FusedMoE:
         rows(names[-1:], "weight"),
         names=names,
         activation=found.experts.activation,
+        top_k=found.top_k,
         **options,
+        **done.options,
     )
 
 
@@ -202,6 +214,8 @@ def _read(
     like: Tensor,
     device: torch.device | str | None,
     done: Converted,
+    *,
+    top_k: int | None = None,
 ) -> FusedMoE:
     spelling = next(one for one in aliases(name) if one in source.experts or one in source.fused_experts)
     values: dict[str, Any] = dict(found.values)
@@ -212,7 +226,9 @@ def _read(
         device=(device or "cpu") if like.is_meta else like.device,
         activation=found.activation,
         dtype=like.dtype if like.dtype in DTYPE_NAMES else torch.bfloat16,
+        top_k=top_k,
         **values,
+        **done.options,
     )
     got = (made.num_experts, made.hidden, made.inter)
     expected = (found.count, found.hidden, found.inter)

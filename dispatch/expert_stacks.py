@@ -1,4 +1,4 @@
-"""What `nvfp4.nn.FusedMoE` stores: stacks of experts, their names in state dicts, loading, moving, refreshing."""
+"""What `nvfp4.nn.FusedMoE` does with its stacks: their names in state dicts, loading, moving, refreshing."""
 
 from __future__ import annotations
 
@@ -7,41 +7,29 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation as get_activation
 from ..kernels.moe.activations import constants
 from ..kernels.weights.codec import GROUP
 from .checkpoint.expert_sources import ROLES
-from .checkpoint.modules import CT, IGNORED, MODELOPT, REQUIRED
+from .checkpoint.modules import IGNORED, MODELOPT, REQUIRED
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor, same_pre_quant_scale
 from .checks import DTYPE_NAMES
+from .derived import into
+from .expert_buffers import GLOBALS, STACKS, ExpertBuffers
 
 __all__ = ["ExpertStacks"]
 
 NAN = 0x7F  # an e4m3 NaN: what no loaded layer holds
 NAMES = {True: ("gate_proj", "up_proj", "down_proj"), False: ("up_proj", "down_proj")}
-STACKS = ("w13", "w2")
-GLOBALS = {MODELOPT: ("w13_scale_2", "w2_scale_2"), CT: ("w13_global_scale", "w2_global_scale")}
 
 
-class ExpertStacks(nn.Module):
-    """Stacks of experts as buffers, whose state dict has the names of a checkpoint; `FusedMoE` says more."""
+class ExpertStacks(ExpertBuffers):
+    """Stacks of experts whose state dict has the names of a checkpoint; `FusedMoE` says more."""
 
     quantizes_activations = False  # x stays in 16 bits, whatever the checkpoint was made for
-
-    w13: Tensor
-    w13_scale: Tensor
-    w2: Tensor
-    w2_scale: Tensor
-    w13_bias: Tensor | None
-    w2_bias: Tensor | None
-    pre_quant_scale: Tensor | None  # [hidden]
-    w2_pre_quant_scale: Tensor | None  # [E, inter]
-    expert_map: Tensor | None  # int32 [num_experts], on a rank that has a part of them
-    _w13_factor: Tensor | None  # what kernels read; None until weights were loaded
-    _w2_factor: Tensor | None
 
     def __init__(
         self,
@@ -60,6 +48,9 @@ class ExpertStacks(nn.Module):
         apply_router_weight_on_input: bool = False,
         names: Sequence[str] | None = None,
         dialect: str = MODELOPT,
+        layout: str | None = None,
+        keep_checkpoint: bool = True,
+        top_k: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
@@ -93,7 +84,7 @@ class ExpertStacks(nn.Module):
         self._put("w2_pre_quant_scale", ones if w2_pre_quant_scale else None)
         self._put("expert_map", None)
         self._place_map()
-        self._forget()
+        self._ask_for(layout, keep_checkpoint, top_k)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> Self:
         """Copy tensors, called as in the state dict, into this layer.
@@ -114,14 +105,19 @@ class ExpertStacks(nn.Module):
         return self
 
     def refresh_(self) -> Self:
-        """Check the stacks and derive the global factors again, after a change in place. Waits for the device.
+        """Check the stacks and derive what kernels read again, after a change in place. Waits for the device.
+
+        What is derived keeps its addresses. Where the stacks were not kept, global scales, biases and pre_quant_scale
+        are all that can have changed.
 
         Raises
         ------
         InvalidInput
             The stacks hold no weights: NaN in them, or a global scale that is not positive and finite.
         """
-        for stack in STACKS:
+        if self._is_meta:
+            raise InvalidInput(message("the layer has no values", got="meta tensors", do="load weights first"))
+        for stack in STACKS if self._is_stored else ():
             check_scale(f"{stack}_scale", self._get(f"{stack}_scale").view(torch.uint8), repair_nan=False)
         for name in ("pre_quant_scale", "w2_pre_quant_scale"):
             if self._buffers[name] is not None:
@@ -130,47 +126,35 @@ class ExpertStacks(nn.Module):
             if self._buffers[f"{stack}_bias"] is not None:
                 check_finite(f"{stack}_bias", self._get(f"{stack}_bias"))
         made = []
-        for stack in STACKS:
-            name = self._global_name(stack)
-            made.append(global_factor(name, self._get(name), self.dialect).reshape(self._get(name).shape))
-        for stack, factor in zip(STACKS, made, strict=True):
-            old = self._buffers[f"_{stack}_factor"]
-            if old is None or factor.data_ptr() == self._get(self._global_name(stack)).data_ptr():
-                self._put(f"_{stack}_factor", factor)  # a multiplier is read where it is stored
-            else:
-                old.copy_(factor)
+        with torch.inference_mode(False), torch.no_grad():  # what is made may have to change outside of that mode
+            for stack in STACKS:
+                name = self._global_name(stack)
+                made.append(global_factor(name, self._get(name), self.dialect).reshape(self._get(name).shape))
+            for stack, factor in zip(STACKS, made, strict=True):
+                if factor.data_ptr() == self._get(self._global_name(stack)).data_ptr():
+                    self._put(f"_{stack}_factor", factor)  # a multiplier is read where it is stored
+                else:
+                    self._put(f"_{stack}_factor", into(self._buffers[f"_{stack}_factor"], factor))
+            self._derive()
         return self
-
-    def _put(self, name: str, tensor: Tensor | None) -> None:
-        self.register_buffer(name, tensor, persistent=False)  # the state dict has its own names
-
-    def _get(self, name: str) -> Tensor:
-        stored = self._buffers[name]
-        assert stored is not None, name
-        return stored
-
-    def _global_name(self, stack: str) -> str:
-        return GLOBALS[self.dialect][STACKS.index(stack)]
-
-    def _factor(self, stack: str) -> Tensor:
-        derived = self._buffers[f"_{stack}_factor"]
-        return self._get(self._global_name(stack)) if derived is None else derived
-
-    def _forget(self) -> None:
-        for stack in STACKS:
-            self._put(f"_{stack}_factor", None)
 
     def _place_map(self) -> None:
         """The map follows from the range, so it needs no place in a state dict."""
         if len(self.experts) < self.num_experts:
             local = torch.full((self.num_experts,), -1, dtype=torch.int32)
             local[self.experts.start : self.experts.stop] = torch.arange(len(self.experts), dtype=torch.int32)
-            self._put("expert_map", local.to(self.w13.device))
+            self._put("expert_map", local.to(self._device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        was_ready = self._w13_factor is not None
+        factors = {stack: self._buffers[f"_{stack}_factor"] for stack in STACKS}
+        probe = fn(torch.empty(0, dtype=self.dtype, device=self._device))
+        x_dtype = probe.dtype if probe.dtype in DTYPE_NAMES else self.dtype
+        if (probe.device, x_dtype) != (self._device, self.dtype) and not probe.is_meta:
+            self._store()
+            self._drop()  # another layout may suit the device or the dtype
         self._forget()
-        scales = {name: self._get(name) for name in ("w13_scale", "w2_scale", *GLOBALS[self.dialect])}
+        names = ("w13_scale", "w2_scale", *GLOBALS[self.dialect])
+        scales = {name: scale for name in names if (scale := self._buffers[name]) is not None}
         for name, scale in scales.items():
             # Casts are for floating point: seen as integers, scales move and keep their bits.
             self._buffers[name] = scale.view({1: torch.uint8, 4: torch.int32}[scale.itemsize])
@@ -179,15 +163,23 @@ class ExpertStacks(nn.Module):
         finally:
             for name, scale in scales.items():
                 self._buffers[name] = self._get(name).view(scale.dtype)
-        x_dtype = fn(torch.empty(0, dtype=self.dtype, device=self.w13.device)).dtype
-        self.dtype = x_dtype if x_dtype in DTYPE_NAMES else self.dtype
+        self.dtype = x_dtype
         self._place_map()  # to_empty: what was moved there is no map
-        if was_ready and not self.w13.is_meta:
+        if factors["w13"] is not None and not self._is_meta:
             try:
                 self.refresh_()
             except InvalidInput:  # to_empty: what is to be loaded is not there yet
                 self._forget()
+            else:
+                self._reuse(factors)
         return self
+
+    def _reuse(self, factors: Mapping[str, Tensor | None]) -> None:
+        """Put derived factors into the memory that held them before, where they are not stored tensors."""
+        for stack, old in factors.items():
+            new = self._factor(stack)
+            if new.data_ptr() != self._get(self._global_name(stack)).data_ptr():
+                self._put(f"_{stack}_factor", into(old, new))
 
     def _pieces(self) -> Iterator[tuple[str, str, int, slice, int]]:
         """Name ("3.up_proj"), stack, local expert, rows and column of the global scale."""
@@ -197,13 +189,13 @@ class ExpertStacks(nn.Module):
             yield f"{number}.{self.names[-1]}", "w2", local, slice(0, self.hidden), 0
 
     def _views(self) -> dict[str, Tensor]:
-        """The stored tensors by the names of the state dict, without pre_quant_scale of x."""
+        """The stored tensors by the names of the state dict, without pre_quant_scale of x; or decoded ones."""
         weight_name, scale_name, global_name = REQUIRED[self.dialect]
-        found = {}
+        found, stacks = {}, self._stacks()
         for name, stack, local, rows, part in self._pieces():
             factor = self._get(self._global_name(stack))[local]
-            found[f"{name}.{weight_name}"] = self._get(stack)[local, rows]
-            found[f"{name}.{scale_name}"] = self._get(f"{stack}_scale")[local, rows]
+            found[f"{name}.{weight_name}"] = stacks[stack][local, rows]
+            found[f"{name}.{scale_name}"] = stacks[f"{stack}_scale"][local, rows]
             found[f"{name}.{global_name}"] = factor[part] if self.dialect == MODELOPT else factor[part : part + 1]
             if self._buffers[f"{stack}_bias"] is not None:
                 found[f"{name}.bias"] = self._get(f"{stack}_bias")[local, rows]
@@ -237,7 +229,12 @@ class ExpertStacks(nn.Module):
         given, unknown = self._own_names(state_dict, prefix)
         if strict:
             unexpected_keys += unknown
-        if self.w13.is_meta:
+        if not given and not self._is_stored and not self._is_meta:  # a state dict of other layers
+            if strict:
+                missing_keys += [prefix + name for name in self._views()]
+            return
+        self._store()
+        if self._is_meta:
             if not local_metadata.get("assign_to_params_buffers"):
                 if given:
                     warnings.warn(f"{prefix}: on the meta device nothing is loaded without assign=True", stacklevel=2)
@@ -249,7 +246,7 @@ class ExpertStacks(nn.Module):
         if self.w2_pre_quant_scale is None and any(
             name.endswith(".pre_quant_scale") and name not in vectors for name in given
         ):
-            ones = torch.ones((len(self.experts), self.inter), dtype=self.dtype, device=self.w13.device)
+            ones = torch.ones((len(self.experts), self.inter), dtype=self.dtype, device=self._device)
             self._put("w2_pre_quant_scale", ones)
         problems, missing = self._copy_vector(given)
         for name, place in self._views().items():
@@ -304,7 +301,7 @@ class ExpertStacks(nn.Module):
         if shared.numel() != self.hidden:
             return [f"{names[0]}: got {shared.numel()} elements; expected {self.hidden}"], []
         if self.pre_quant_scale is None:
-            self._put("pre_quant_scale", torch.ones(self.hidden, dtype=self.dtype, device=self.w13.device))
+            self._put("pre_quant_scale", torch.ones(self.hidden, dtype=self.dtype, device=self._device))
         self._get("pre_quant_scale").copy_(torch.maximum(shared, vectors[1]))  # equal but for rounding
         return [], []
 
@@ -314,7 +311,7 @@ class ExpertStacks(nn.Module):
         state = "" if self._w13_factor is not None else ", not loaded"
         return (
             f"num_experts={self.num_experts}{part}, hidden={self.hidden}, inter={self.inter}, {self.activation}, "
-            f"bias={self.w13_bias is not None}, {self.dialect}{state}"
+            f"bias={self.w13_bias is not None}, {self.dialect}, layout={self.layout}{state}"
         )
 
 
@@ -329,7 +326,7 @@ def _copy(place: Tensor, given: Tensor) -> str:
         given = given.reshape(place.shape)
     if given.shape != place.shape or (exact and given.dtype != place.dtype):
         return f"got {given.dtype} {tuple(given.shape)}; expected {place.dtype} {tuple(place.shape)}"
-    with torch.no_grad():
+    with torch.inference_mode():  # where both kinds of tensors may be written
         place.copy_(given)
     return ""
 

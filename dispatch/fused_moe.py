@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation as get_activation
-from ..kernels.problem import Problem
 from ..kernels.weights.codec import quantize
 from ..kernels.weights.weight import Weight, is_aligned
 from .checkpoint import Checkpoint, ExpertTensors, Shard, load_experts
@@ -17,8 +16,9 @@ from .checkpoint.expert_sources import ROLES, expert_source
 from .checkpoint.modules import MODELOPT
 from .checkpoint.names import aliases
 from .checks import DTYPE_NAMES
+from .expert_buffers import STACKS
 from .expert_ops import moe
-from .expert_stacks import STACKS, ExpertStacks
+from .expert_stacks import ExpertStacks
 
 __all__ = ["FusedMoE"]
 
@@ -32,9 +32,10 @@ class FusedMoE(ExpertStacks):
     "3.gate_proj.weight", "3.gate_proj.weight_scale", …; its values are views of the stacks, but for `pre_quant_scale`.
     Loading takes "w1", "w3", "w2" for gate, up and down as well, and passes over experts of other ranks.
 
-    Loading a state dict, moving the module and `refresh_` keep the memory that is already there if the module stays on
-    its device: a captured CUDA graph then runs with the new weights. Casting the module (`half`, `to`) casts biases and
-    pre_quant_scale only.
+    What kernels read is derived from the stacks: non-persistent buffers, or the same memory where the layout is the
+    checkpoint's. Loading a state dict, moving the module and `refresh_` keep the memory that is already there if the
+    module stays on its device: a captured CUDA graph then runs with the new weights. Casting the module (`half`, `to`)
+    casts biases and pre_quant_scale only.
 
     Parameters
     ----------
@@ -59,6 +60,16 @@ class FusedMoE(ExpertStacks):
         the activation has none.
     dialect
         "modelopt" or "compressed-tensors": the names of tensors, and whether global scales multiply or divide.
+    layout
+        Weight layout of w2, which w13 follows: "checkpoint", "fragment" or an id. None takes what the plan of this
+        problem marks, and on an untuned GPU the fragment layout if kernels read it. One for `dtype` refuses x of the
+        other.
+    keep_checkpoint
+        Keep the stacks beside another layout. Without them the layer needs half the memory, cannot be changed in place,
+        and its state dict is decoded from the layout: the same values, and the same bytes unless a block scale was
+        negative or zero.
+    top_k
+        Experts per token, to find the plan; None takes the first plan that there is for any.
     dtype
         Of x, biases and pre_quant_scale: torch.bfloat16 or torch.float16.
     """
@@ -72,7 +83,8 @@ class FusedMoE(ExpertStacks):
         num_experts
             Of the whole layer; None takes those that are there to be all of it, up to the last.
         options
-            Those of the constructor: activation and its constants, names, dtype, apply_router_weight_on_input. The
+            Those of the constructor: activation and its constants, names, dtype, layout, keep_checkpoint, top_k,
+            apply_router_weight_on_input. The
             state dict is called as ModelOpt's, for factors are what `load_experts` gives.
 
         Raises
@@ -236,14 +248,19 @@ class FusedMoE(ExpertStacks):
         topk_weights
             [..., top_k] floating point, widened to float32.
         """
-        if self._w13_factor is None and not self.w13.is_meta:
+        if self._w13_factor is None and not self._is_meta:
             self.refresh_()
+        plain = self.layout == "checkpoint"
+        w13, w2 = (self.w13, self.w2) if plain else (self._w13_data, self._w2_data)
+        assert w13 is not None and w2 is not None, "the layout tells where weights are"
+        s13, s2 = (self.w13_scale, self.w2_scale) if plain else (None, None)
         return moe(
-            x, self.w13, self.w13_scale, self._factor("w13"), self.w2, self.w2_scale, self._factor("w2"), topk_ids,
-            topk_weights.float(), activation=self.activation, pre_quant_scale=self.pre_quant_scale,
+            x, w13, s13, self._factor("w13"), w2, s2, self._factor("w2"), topk_ids,
+            topk_weights.float(), activation=self.activation, inter=self.inter, pre_quant_scale=self.pre_quant_scale,
             w2_pre_quant_scale=self.w2_pre_quant_scale, expert_map=self.expert_map,
             apply_router_weight_on_input=self.apply_router_weight_on_input, limit=self.limit, alpha=self.alpha,
-            beta=self.beta, w13_bias=self.w13_bias, w2_bias=self.w2_bias,
+            beta=self.beta, w13_bias=self.w13_bias, w2_bias=self.w2_bias, w13_layout=self._w13_layout,
+            w2_layout=self.layout,
         )  # fmt: skip
 
     @property
@@ -251,30 +268,7 @@ class FusedMoE(ExpertStacks):
         """w13 and w2 as `nvfp4.moe` takes them; in this module's memory."""
         if self._w13_factor is None:
             self.refresh_()
-        first, second = (
-            Weight(
-                data=self._get(stack),
-                scale=self._get(f"{stack}_scale").view(torch.uint8),
-                global_scale=self._factor(stack),
-                layout="checkpoint",
-                out_features=self._get(stack).shape[1],
-                in_features=2 * self._get(stack).shape[2],
-            )
-            for stack in STACKS
-        )
-        return first, second
-
-    def problem(self, top_k: int) -> Problem:
-        """What `nvfp4.warmup` takes for this layer."""
-        return Problem(
-            op="moe",
-            n=self.inter,
-            k=self.hidden,
-            dtype=DTYPE_NAMES[self.dtype],
-            experts=len(self.experts),
-            top_k=top_k,
-            activation=self.activation,
-        )
+        return self._weights()
 
 
 def _own(tensor: Tensor) -> Tensor:

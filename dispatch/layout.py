@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -18,9 +19,11 @@ from ..kernels.weights.layouts import layout_ids
 from . import table
 from .segments import decide
 
-__all__ = ["choose_layout", "planned_layout"]
+__all__ = ["choose_layout", "planned_experts_layout", "planned_layout"]
 
-_planned: dict[tuple[Device, Problem], tuple[object, str]] = {}
+TOP_KS = range(1, 17)  # that models have
+
+_planned: dict[tuple[Device, Problem, str], tuple[object, str]] = {}
 table.on_clear(_planned.clear)
 
 REMEMBERED = 4096  # problems; a choice asks kernels for defaults at some twenty M, which takes tens of milliseconds
@@ -34,10 +37,24 @@ def planned_layout(device: torch.device, problem: Problem) -> str:
     if device.type not in ("cpu", "cuda"):
         return "checkpoint"
     here = describe(device)
-    stamp, key = table.database_stamp(), (here, problem)
+    stamp, key = table.database_stamp(), (here, problem, "")
     found = _planned.get(key)
     if found is None or found[0] != stamp:
         found = _planned[key] = stamp, choose_layout(here, problem, table.find_plan(here, problem))
+    return found[1]
+
+
+def planned_experts_layout(device: torch.device, problem: Problem) -> str:
+    """`planned_layout` of a moe whose top_k is not known: by the first plan for any, else as untuned with 8."""
+    if device.type not in ("cpu", "cuda"):
+        return "checkpoint"
+    here, any_top_k = describe(device), [replace(problem, top_k=top_k) for top_k in TOP_KS]
+    stamp, key = table.database_stamp(), (here, problem, "any top_k")
+    found = _planned.get(key)
+    if found is None or found[0] != stamp:
+        plans = ((one, table.find_plan(here, one)) for one in any_top_k)
+        one, plan = next(((one, plan) for one, plan in plans if plan), (replace(problem, top_k=8), None))
+        found = _planned[key] = stamp, choose_layout(here, one, plan)
     return found[1]
 
 

@@ -14,6 +14,7 @@ from ..kernels.weights.weight import GLOBAL_SCALE_DTYPES, Weight
 from .checkpoint.modules import CT, IGNORED, MODELOPT
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor
 from .checks import DTYPE_NAMES
+from .derived import into
 from .fused_moe import FusedMoE
 from .ops import gemm
 from .pack import pack
@@ -280,7 +281,7 @@ class Linear(nn.Module):
         for name, old in before.items():
             new = self._buffers[name]
             if new is not None and new.data_ptr() not in stored:
-                self._buffers[name] = _into(old, new)
+                self._buffers[name] = into(old, new)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -367,15 +368,7 @@ class Linear(nn.Module):
 
 def _derived(old: Tensor | None, new: Tensor, stored: Tensor) -> Tensor:
     """`new`, in the memory of `old` where that fits; as it is where it is the stored tensor's own memory."""
-    return new if new.data_ptr() == stored.data_ptr() else _into(old, new)
-
-
-def _into(old: Tensor | None, new: Tensor) -> Tensor:
-    """`new`, in the memory of `old` where that fits."""
-    if old is None or (old.shape, old.dtype, old.device) != (new.shape, new.dtype, new.device):
-        return new
-    with torch.inference_mode():  # where both kinds of tensors may be written
-        return old.copy_(new)
+    return new if new.data_ptr() == stored.data_ptr() else into(old, new)
 
 
 def weights(model: nn.Module) -> list[Weight]:
