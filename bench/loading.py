@@ -9,7 +9,8 @@ one buffer, `load` is `load_linear` and `load_experts`, `pack` is `nvfp4.pack` o
 take turns, and everything packed is kept. "cold" runs ask the system to drop the files' pages before.
 
 `alone` is `nvfp4.pack` of weights that are on the device, from its call until the blob is there, over rotating copies
-of three times the L2. GB/s (1e9 bytes) count the codes and scales once, however often they are read or written.
+of three times the L2; experts with gate and up rows in turns. GB/s (1e9 bytes) count the codes and scales once, however
+often they are read or written. `processor` is the time that the process had a core, "load_average" tells what else ran.
 """
 
 from __future__ import annotations
@@ -36,11 +37,13 @@ from nvfp4.kernels.device import describe
 from nvfp4.testing.checkpoints import HF_QUANT
 from torch import Tensor
 
+RATES = ("read", "load", "pack", "total")
 POOL_BYTES = 64 << 20
 CHUNK_BYTES = 32 << 20
 ALONE = ((4096, 4096), (14336, 4096), (28672, 8192))  # N, K: 9, 33 and 132 MB
 ALONE_EXPERTS = (128, 1536, 2048)
 Tensors = dict[str, Tensor]
+Packable = tuple[str, Tensor, Tensor, Tensor]
 
 
 class Pool:
@@ -127,12 +130,12 @@ def read(folder: Path) -> float:
     return time.perf_counter() - start
 
 
-def weights(checkpoint: Checkpoint, layers: int, device: torch.device) -> Iterator[list[tuple[Tensor, ...]]]:
-    """What `pack` takes, a module at a time."""
+def weights(checkpoint: Checkpoint, layers: int, device: torch.device) -> Iterator[list[Packable]]:
+    """A layout and what is packed into it, a module at a time."""
     experts = load_experts(checkpoint, "model.layers.0.mlp.experts", device=device)
     yield [
-        (experts.w13, experts.w13_scale, experts.w13_scale_2),
-        (experts.w2, experts.w2_scale, experts.w2_scale_2),
+        ("fragment-glu", experts.w13, experts.w13_scale, experts.w13_scale_2),
+        ("fragment", experts.w2, experts.w2_scale, experts.w2_scale_2),
     ]
     del experts
     for number in range(1, layers + 1):
@@ -144,7 +147,7 @@ def weights(checkpoint: Checkpoint, layers: int, device: torch.device) -> Iterat
             [f"{prefix}.mlp.down_proj"],
         ):
             one = load_linear(checkpoint, names, device=device)
-            yield [(one.weight, one.weight_scale, one.weight_scale_2)]
+            yield [("fragment", one.weight, one.weight_scale, one.weight_scale_2)]
 
 
 def host_peak_bytes(*, reset: bool = False) -> int:
@@ -160,6 +163,7 @@ def load_and_pack(
 ) -> tuple[dict[str, float], dict[str, int]]:
     """Seconds of each phase, and bytes."""
     seconds = {"open": 0.0, "load": 0.0, "pack": 0.0}
+    processor_seconds = time.process_time()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -183,6 +187,7 @@ def load_and_pack(
         del found
         lap("pack")
     seconds["total"] = sum(seconds.values())
+    seconds["processor"] = time.process_time() - processor_seconds
     sizes = {
         "packed_bytes": sum(one.nbytes for one in kept),
         "host_peak_over_start_bytes": host_peak_bytes() - before,
@@ -192,9 +197,9 @@ def load_and_pack(
     return seconds, sizes
 
 
-def pack(weight: Tensor, scale: Tensor, global_scale: Tensor) -> nvfp4.Weight:
-    """Into a fragment layout."""
-    return nvfp4.pack(weight, scale, global_scale, layout="fragment")
+def pack(layout: str, weight: Tensor, scale: Tensor, global_scale: Tensor) -> nvfp4.Weight:
+    """Into the form of it for this device."""
+    return nvfp4.pack(weight, scale, global_scale, layout=layout)
 
 
 def checkpoint_rows(options: argparse.Namespace, device: torch.device, sync: Callable[[], None]) -> dict[str, Any]:
@@ -216,9 +221,8 @@ def checkpoint_rows(options: argparse.Namespace, device: torch.device, sync: Cal
                 {
                     "pages": pages,
                     "seconds": {phase: round(one, 4) for phase, one in seconds.items()},
-                    "gb_per_s": {
-                        phase: round(size / one / 1e9, 3) for phase, one in seconds.items() if phase != "open"
-                    },
+                    "gb_per_s": {phase: round(size / one / 1e9, 3) for phase, one in seconds.items() if phase in RATES},
+                    "load_average": os.getloadavg()[0],
                     **sizes,
                 }
             )
@@ -231,8 +235,10 @@ def alone(size: tuple[int, ...], device: torch.device, runs: int, sync: Callable
     *front, k = size
     nbytes = math.prod(front) * (k // 2 + k // 16)
     count = max(1, -(-3 * describe(device).l2_bytes // nbytes)) if device.type == "cuda" else 1
+    layout = "fragment-glu" if len(size) == 3 else "fragment"
     copies = [
         (
+            layout,
             torch.randint(0, 256, (*front, k // 2), dtype=torch.uint8, device=device),
             torch.randint(1, 0x7F, (*front, k // 16), dtype=torch.uint8, device=device),
             torch.ones(front[0] if len(size) == 3 else 1, device=device),
@@ -248,8 +254,14 @@ def alone(size: tuple[int, ...], device: torch.device, runs: int, sync: Callable
         if i >= count:
             times.append(time.perf_counter() - start)
     median = statistics.median(times)
-    row = {"size": size, "bytes": nbytes, "us": round(median * 1e6, 1), "least_us": round(min(times) * 1e6, 1)}
-    row["gb_per_s"] = round(nbytes / median / 1e9, 2)
+    row = {
+        "size": size,
+        "bytes": nbytes,
+        "us": round(median * 1e6, 1),
+        "least_us": round(min(times) * 1e6, 1),
+        "gb_per_s": round(nbytes / median / 1e9, 3),
+        "load_average": os.getloadavg()[0],
+    }
     print(row)
     return row
 
@@ -263,9 +275,14 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="with pages in memory")
     parser.add_argument("--alone-runs", type=int, help="100 by default, on a CPU 5")
     parser.add_argument("--only-alone", action="store_true", help="no checkpoint")
+    parser.add_argument(
+        "--threads", type=int, help="of torch; 1 on a machine that others use too"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     device = torch.empty(0, device=options.device).device  # with its index
+    if options.threads:
+        torch.set_num_threads(options.threads)
     on_gpu = device.type == "cuda"
     sync: Callable[[], None] = torch.cuda.synchronize if on_gpu else lambda: None
     result: dict[str, Any] = {
