@@ -275,9 +275,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3, help="with pages in memory")
     parser.add_argument("--alone-runs", type=int, help="100 by default, on a CPU 5")
     parser.add_argument("--only-alone", action="store_true", help="no checkpoint")
-    parser.add_argument(
-        "--threads", type=int, help="of torch; 1 on a machine that others use too"
-    )
+    parser.add_argument("--threads", type=int, help="of torch; 1 on a machine that others use too")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     device = torch.empty(0, device=options.device).device  # with its index
