@@ -68,7 +68,7 @@ def fill(
     try:
         flag = _flags.pop()
     except IndexError:
-        flag = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        flag = _new_flag()
     with torch.cuda.device(index):
         launch.launch(
             -(-k_blocks // BLOCKS),
@@ -92,6 +92,12 @@ def fill(
         flag.zero_()
     _flags.append(flag)
     return fine
+
+
+def _new_flag() -> Tensor:
+    # Outlives the modes of its first caller: whoever comes next may write to it, and it is on the host.
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
 
 
 def compile_pack(encoding: str, capability: tuple[int, int]) -> Compiled:

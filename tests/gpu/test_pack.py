@@ -143,6 +143,22 @@ def test_threads_and_streams_do_not_mix_up_their_answers():
     assert not failures
 
 
+def test_the_modes_of_the_first_caller_do_not_matter_to_the_next(monkeypatch):
+    monkeypatch.setattr(fragment_pack, "_flags", [])
+    weight, scale = random_weights(96, 160)
+    expected = to_layout(weight, scale, torch.ones(1), layout_id="fragment1-bf16").data
+    wrong = scale.clone()
+    wrong[5, 6] = 0x7F
+    tensors = weight.cuda(), wrong.cuda(), torch.ones(1, device="cuda")
+    for _ in range(2):
+        with torch.inference_mode(), torch.device("cuda"), pytest.raises(InvalidInput, match="row 5, group 6"):
+            to_layout(*tensors, layout_id="fragment1-bf16")
+        with pytest.raises(InvalidInput, match="row 5, group 6"):
+            to_layout(*tensors, layout_id="fragment1-bf16")
+    packed = to_layout(tensors[0], scale.cuda(), tensors[2], layout_id="fragment1-bf16")
+    assert torch.equal(packed.data.cpu(), expected) and len(fragment_pack._flags) == 1
+
+
 def test_a_large_stack_is_packed_as_its_experts_one_by_one():
     size = (128, 1536, 2048)
     weight, scale = random_weights(*size, low=1, high=127)

@@ -205,3 +205,11 @@ def test_without_nvrtc_one_warning_says_so(fresh, monkeypatch):
         assert not fragment_pack.usable("bf16", device)
         assert not fragment_pack.usable("fp16", device)
         assert not fragment_pack.usable("bf16", torch.device("cpu"))
+
+
+def test_the_flag_is_no_child_of_the_modes_that_it_is_made_in(monkeypatch):
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory, **options: zeros(*size, **options))
+    with torch.inference_mode(), torch.device("meta"):
+        flag = fragment_pack._new_flag()
+    assert not flag.is_inference() and flag.device.type == "cpu" and int(flag.add_(1)) == 1
