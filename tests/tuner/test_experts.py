@@ -6,9 +6,11 @@ from dataclasses import replace
 import msgspec
 import pytest
 import torch
+from nvfp4.cache.layouts import layout_report
 from nvfp4.cache.records import ROUTINGS, TIMING, Environment, Measurement
 from nvfp4.cache.store import Store
 from nvfp4.cache.words import shape_words
+from nvfp4.dispatch.layout import choose_layout
 from nvfp4.errors import InvalidInput
 from nvfp4.kernels import registry
 from nvfp4.kernels.device import describe
@@ -332,6 +334,14 @@ def test_tuning_of_two_layouts_marks_one(tmp_path, pace, fakes):
         by_layout = {one.layout: one.intervals[0].kernel for one in plans[problem].layouts}
         assert by_layout == {"checkpoint": kernel_of(problem).name, FRAGMENT: fake_of(problem).name}
         assert plans[problem].layout in by_layout
+        assert choose_layout(describe("cpu"), problem, plans[problem]) == plans[problem].layout
+        with Store.open(tmp_path / "t.db", readonly=True) as store:
+            installed = {kernel.name: kernel for kernel in registry.kernels(problem.op)}
+            report = layout_report(store, describe("cpu"), problem, installed)
+        assert {one.layout for one in report.layouts} == set(by_layout)
+        assert all(one.traffic_us is not None for one in report.layouts)
+        assert report.marked == report.would_mark == plans[problem].layout == report.layouts[0].layout
+        assert [{one.layout: one.kernel for one in row.layouts} for row in report.rows] == [by_layout]
 
 
 def measured(problem, m, routing, us, protocol="screen"):
