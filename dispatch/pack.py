@@ -10,7 +10,7 @@ from ..kernels.device import describe
 from ..kernels.problem import Problem
 from ..kernels.weights.experts import pack_experts
 from ..kernels.weights.fragment import fragment_id
-from ..kernels.weights.layouts import GLU, to_layout
+from ..kernels.weights.layouts import GLU, first_layout, to_layout
 from ..kernels.weights.weight import Weight, check_tensors
 from .checks import DTYPE_NAMES
 from .layout import planned_layout
@@ -27,6 +27,7 @@ def pack(
     layout: str | None = None,
     scale_layout: str = "linear",
     repair_nan: bool = False,
+    problem: Problem | None = None,
 ) -> Weight:
     """Check a weight and convert it for `nvfp4.gemm`, or the weights of experts for `grouped_gemm` and `moe`.
 
@@ -45,11 +46,14 @@ def pack(
         Layout id of the result; "fragment" picks the one of the fragment layouts that fits device and dtype, and
         "fragment-glu" its form for w13 with a gate. None takes what the plan of this problem on this device marks.
         Without a plan, or where no kernel here reads that layout, it takes the fragment layout on a GPU and
-        "checkpoint" on a CPU. Experts stay in "checkpoint" if nothing else is asked for.
+        "checkpoint" on a CPU. Experts stay in "checkpoint" if neither a layout nor a problem is given.
     scale_layout
         "linear", or "swizzled" when weight_scale is in the 128x4 order (any shape).
     repair_nan
         Take 448 for NaN block scales instead of raising.
+    problem
+        Of experts: the moe or grouped_gemm that they are for. Its plan is then followed as that of a dense weight is,
+        for its dtype, and w13 with a gate is packed in the -glu form, of "fragment" too.
 
     Returns
     -------
@@ -65,7 +69,9 @@ def pack(
     if dtype not in DTYPE_NAMES:
         raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
     check_tensors(weight=weight)
-    if layout is None:
+    if problem is not None:
+        layout = _experts_layout(weight, layout, problem)
+    elif layout is None:
         layout = _planned_layout(weight, dtype) if weight.ndim == 2 else "checkpoint"
     elif layout in ("fragment", "fragment" + GLU):
         layout = _fragment_id(weight.device, dtype) + layout.removeprefix("fragment")
@@ -78,6 +84,21 @@ def pack(
 def _planned_layout(weight: Tensor, dtype: torch.dtype) -> str:
     problem = Problem(n=weight.shape[0], k=2 * weight.shape[1], dtype=DTYPE_NAMES[dtype])
     return planned_layout(weight.device, problem)
+
+
+def _experts_layout(weight: Tensor, layout: str | None, problem: Problem) -> str:
+    """The layout of one of a problem's stacks, which its shape tells apart."""
+    rows = problem.n * (2 if problem.gated else 1)
+    first, second = (problem.experts, rows, problem.k // 2), (problem.experts, problem.k, problem.n // 2)
+    shape = tuple(weight.shape)
+    if shape != first and (problem.op != "moe" or shape != second):
+        expected = f"{first} or {second}" if problem.op == "moe" else str(first)
+        raise InvalidInput(message(f"no stack of {problem.label} has this shape", got=shape, expected=expected))
+    if layout is None:
+        layout = planned_layout(weight.device, problem)
+    elif layout == "fragment":
+        layout = _fragment_id(weight.device, getattr(torch, problem.dtype))
+    return first_layout(layout, problem) if shape == first else layout
 
 
 def _fragment_id(device: torch.device, dtype: torch.dtype) -> str:

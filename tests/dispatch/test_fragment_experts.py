@@ -235,6 +235,25 @@ def test_weights_of_other_sizes():
         nvfp4.grouped_gemm(torch.zeros(9, 96).bfloat16(), w, expert_offsets=grouped.offsets)
 
 
+@pytest.mark.parametrize("problem", [MOE, RELU, replace(MOE, n=80, activation="relu2"), GROUPED], ids=lambda p: p.label)
+def test_pack_for_a_problem_follows_its_plan(problem, set_plan):
+    case = moe_case(problem=problem) if problem.op == "moe" else grouped_case(problem=problem)
+    weights = case.weights if problem.op == "moe" else (case.weight, case.scale, case.global_scale)
+    stacks = [weights[i : i + 3] for i in range(0, len(weights), 3)]
+    layout = IDS[problem.dtype]
+    wanted = [first_layout(layout, problem), layout][: len(stacks)]
+    assert [nvfp4.pack(*s, problem=problem).layout for s in stacks] == ["checkpoint"] * len(stacks)
+    assert [nvfp4.pack(*s, problem=problem, layout="fragment").layout for s in stacks] == wanted
+    name = "fake_fragment_moe" if problem.op == "moe" else "fake_fragment_grouped"
+    config = registry.get(name).config_type(block_rows=16, threads=0)
+    set_plan(problem, layout, **{layout: [(1, None, name, config.to_json())]})
+    table.clear()
+    assert [nvfp4.pack(*s, problem=problem).layout for s in stacks] == wanted
+    assert [nvfp4.pack(*s, problem=problem, layout="checkpoint").layout for s in stacks] == ["checkpoint"] * len(stacks)
+    with pytest.raises(nvfp4.InvalidInput, match=r"no stack of .* has this shape; got \(4, .*expected \(4, "):
+        nvfp4.pack(*stacks[0], problem=replace(problem, k=96))
+
+
 def test_pack_says_what_takes_no_experts(mirrored):
     case = grouped_case()
     with pytest.raises(nvfp4.InvalidInput, match="takes no experts; got 'mirrored'; expected one of checkpoint, fr"):
