@@ -64,7 +64,8 @@ def default_path() -> Path:
 def stamp() -> tuple[object, ...]:
     """Not what it was if the user's database has been written, made or named anew since; much cheaper than a look."""
     path = _found(os.environ.get("NVFP4_DB"), os.environ.get("XDG_CACHE_HOME"), os.environ.get("HOME"))
-    return path, _written(path), _written(f"{path}-wal")
+    written = _written(path)
+    return path, written, written and _written(f"{path}-wal")
 
 
 @cache
