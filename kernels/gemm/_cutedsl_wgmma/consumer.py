@@ -68,43 +68,54 @@ class Consumer:
             scales = self.epilogue.scales(row)  # on their way while the tile is multiplied
             self.acc.fill(0.0)
             tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-            previous = stage
-            for k_tile in cutlass.range(first, behind, unroll=1):
-                if const_expr(not c.prefetch):
-                    cute.arch.mbarrier_wait(self.bars + stage, phase)
-                    self.fetch(stage)
-                following, parity = advance(stage, phase, c.stages)
-                waits, frees = c.waits
-                for step in cutlass.range_constexpr(c.steps):
-                    self.decode_step(step)
-                    warpgroup.fence()
-                    cute.gemm(
-                        tiled_mma,
-                        self.acc,
-                        self.fragment[None, None, step],
-                        self.x[None, None, step, stage],
-                        self.acc,
-                    )
-                    warpgroup.commit_group()
-                    if const_expr(c.prefetch and step == c.steps - 1):
-                        left -= 1
-                        next_stage = following
-                        next_parity = parity
-                        if left == 0:  # nothing follows: look at this stage again, whose barrier has completed
-                            next_stage = stage
-                            next_parity = phase
-                        cute.arch.mbarrier_wait(self.bars + next_stage, next_parity)
-                        self.fetch(next_stage)
-                    if const_expr(waits[step] is not None):
-                        warpgroup.wait_group(waits[step])
-                    if const_expr(step == frees):
-                        self.release(previous, Int32(k_tile > first))
-                previous = stage
-                stage = following
-                phase = parity
-            warpgroup.wait_group(0)
-            self.release(previous, Int32(1))
+            stage, phase, left = self.multiply(tiled_mma, self.acc, self.x, first, behind, stage, phase, left)
             self.epilogue.finish(self.acc, tile, row, token, first, behind, scales)
+
+    @cute.jit
+    def multiply(
+        self,
+        tiled_mma: Any,
+        acc: cute.Tensor,
+        x: cute.Tensor,
+        first: Int32,
+        behind: Int32,
+        stage: Int32,
+        phase: Int32,
+        left: Int32,
+    ) -> Any:
+        """Add k-tiles `first` to `behind` to the sums; the stage that follows, its parity, and how many are left."""
+        c = self.shape
+        previous = stage
+        for k_tile in cutlass.range(first, behind, unroll=1):
+            if const_expr(not c.prefetch):
+                cute.arch.mbarrier_wait(self.bars + stage, phase)
+                self.fetch(stage)
+            following, parity = advance(stage, phase, c.stages)
+            waits, frees = c.waits
+            for step in cutlass.range_constexpr(c.steps):
+                self.decode_step(step)
+                warpgroup.fence()
+                cute.gemm(tiled_mma, acc, self.fragment[None, None, step], x[None, None, step, stage], acc)
+                warpgroup.commit_group()
+                if const_expr(c.prefetch and step == c.steps - 1):
+                    left -= 1
+                    next_stage = following
+                    next_parity = parity
+                    if left == 0:  # nothing follows: look at this stage again, whose barrier has completed
+                        next_stage = stage
+                        next_parity = phase
+                    cute.arch.mbarrier_wait(self.bars + next_stage, next_parity)
+                    self.fetch(next_stage)
+                if const_expr(waits[step] is not None):
+                    warpgroup.wait_group(waits[step])
+                if const_expr(step == frees):
+                    self.release(previous, Int32(k_tile > first))
+            previous = stage
+            stage = following
+            phase = parity
+        warpgroup.wait_group(0)
+        self.release(previous, Int32(1))
+        return stage, phase, left
 
     @cute.jit
     def decode_step(self, step: cutlass.Constexpr[int]):

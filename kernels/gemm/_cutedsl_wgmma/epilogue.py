@@ -75,9 +75,9 @@ class Epilogue:
             else:
                 if first > 0:
                     self.gather(acc, tile)
-                self.store(acc, row, token, scales)
+                self.store(acc, row, token * self.shape.tokens, self.work.m, scales)
         else:
-            self.store(acc, row, token, scales)
+            self.store(acc, row, token * self.shape.tokens, self.work.m, scales)
 
     @cute.jit
     def block_row(self, row: Int32, i: cutlass.Constexpr[int]) -> Int32:
@@ -136,8 +136,8 @@ class Epilogue:
                         acc[4 * v + e] = acc[4 * v + e] + fetched[d * vectors + v][e]
 
     @cute.jit
-    def store(self, acc: cute.Tensor, row: Int32, token: Int32, scales: Any):
-        """Scale, add bias, round, turn around through shared memory and store rows of out."""
+    def store(self, acc: cute.Tensor, row: Int32, first: Int32, behind: Int32, scales: Any):
+        """Scale, add bias, round, turn around through shared memory and store rows of out from `first` on."""
         c = self.shape
         count = c.tokens // c.chunk_tokens
         if const_expr(c.own_blocks * count % 2 == 1):
@@ -157,17 +157,17 @@ class Epilogue:
                     ptx.store_transposed(self.written + buffer + h * 16 * ROW_BYTES, *words)
                 self.barrier()
                 for h in cutlass.range_constexpr(c.chunk_tokens // 16):
-                    m = token * c.tokens + chunk * c.chunk_tokens + h * 16 + self.token
-                    self.store_row(self.read + buffer + h * 16 * ROW_BYTES, m, n)
+                    m = first + chunk * c.chunk_tokens + h * 16 + self.token
+                    self.store_row(self.read + buffer + h * 16 * ROW_BYTES, m, behind, n)
 
     @cute.jit
-    def store_row(self, smem: Int32, m: Int32, n: Int32):
-        """Eight values of a token."""
+    def store_row(self, smem: Int32, m: Int32, behind: Int32, n: Int32):
+        """Eight values of a token, if it lies before `behind`."""
         address = self.addresses[0] + (Int64(m) * Int64(self.work.n) + Int64(n)) * VALUE_BYTES
         if const_expr(self.shape.wide_stores):
-            ptx.copy_out(smem, address, Int32((m < self.work.m) & (n < self.work.n)))
+            ptx.copy_out(smem, address, Int32((m < behind) & (n < self.work.n)))
         else:
             count = self.work.n - n
-            if m >= self.work.m:
+            if m >= behind:
                 count = Int32(0)
             ptx.copy_out_some(smem, address, count)

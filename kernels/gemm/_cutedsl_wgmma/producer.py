@@ -43,7 +43,7 @@ class Producer:
             row, token = self.work.place(tile)
             early = cutlass.min(behind - first, c.stages)
             for i in cutlass.range(early, unroll=1):
-                self.load_weights(i, row, first + i)
+                self.load_weights(i, self.weight, row, first + i, c.x_bytes)
             cute.arch.griddepcontrol_wait()
             for i in cutlass.range(early, unroll=1):
                 self.load_x(i, token, first + i)
@@ -58,7 +58,7 @@ class Producer:
             early = Int32(0)
             for k_tile in cutlass.range(first, behind, unroll=1):
                 cute.arch.mbarrier_wait(self.bars + c.stages + stage, phase)
-                self.load_weights(stage, row, k_tile)
+                self.load_weights(stage, self.weight, row, k_tile, c.x_bytes)
                 self.load_x(stage, token, k_tile)
                 stage, phase = advance(stage, phase, c.stages)
         if const_expr(c.multicast > 1):
@@ -68,7 +68,7 @@ class Producer:
                 stage, phase = advance(stage, phase, c.stages)
 
     @cute.jit
-    def load_weights(self, stage: Int32, row: Int32, k_tile: Int32):
+    def load_weights(self, stage: Int32, weight: Int64, row: Int32, k_tile: Int32, x_bytes: Any):
         """Announce a stage's bytes and load its weights. Row blocks past the last repeat it; nobody stores them.
 
         A stage of two blocks along k that has only one left takes it twice: x is zero there, but zero times what
@@ -81,10 +81,10 @@ class Producer:
         if const_expr(c.k_blocks == 2):
             both = Int32(2 * k_tile + 1 < self.work.k_blocks)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(bar, c.weight_bytes + c.x_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(bar, c.weight_bytes + x_bytes)
             for i in cutlass.range_constexpr(c.row_blocks):
                 block = cutlass.min(row * c.row_blocks + i, self.weight_blocks - 1)
-                source = self.weight + Int64(block * self.work.k_blocks + k_tile * c.k_blocks) * BLOCK_BYTES
+                source = weight + Int64(block * self.work.k_blocks + k_tile * c.k_blocks) * BLOCK_BYTES
                 target = self.weights + (stage * c.row_blocks + i) * (c.k_blocks * BLOCK_BYTES)
                 if const_expr(c.k_blocks == 1):
                     bulk_load(target, source, BLOCK_BYTES, address)
