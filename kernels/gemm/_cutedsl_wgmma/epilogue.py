@@ -42,7 +42,7 @@ class Epilogue:
         lane = thread % 32
         self.warpgroup = warp // 4
         self.row = warp % 4 * 16 + lane // 4  # of the block, and that plus 8
-        self.chunks = ring.out + self.warpgroup * (shape.chunks * shape.chunk_bytes)
+        self.chunks = ring.out + self.warpgroup * shape.out_bytes
         # stmatrix: lane l names 16 bytes of matrix l / 8, whose halves are rows and tokens; row l % 8 of it is a token.
         matrix = lane // 8
         token = lane % 8 + matrix // 2 * 8

@@ -82,6 +82,11 @@ class Shape:
         return self.chunk_tokens * BLOCK * 2
 
     @property
+    def out_bytes(self) -> int:
+        """All that a warpgroup has of them."""
+        return self.chunks * self.chunk_bytes
+
+    @property
     def out_offset(self) -> int:
         """Where they start."""
         return self.stages * self.x_bytes
@@ -89,7 +94,7 @@ class Shape:
     @property
     def weight_offset(self) -> int:
         """Where the stages of weights start."""
-        return self.out_offset + self.warpgroups * self.chunks * self.chunk_bytes
+        return self.out_offset + self.warpgroups * self.out_bytes
 
     @property
     def barrier_offset(self) -> int:

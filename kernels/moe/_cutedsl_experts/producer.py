@@ -1,0 +1,59 @@
+"""The warp that fills the ring: an expert's weights, and rows of x from any position on."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from ...gemm._cutedsl_wgmma.producer import Producer
+from ...gemm._cutedsl_wgmma.shape import BLOCK, BLOCK_BYTES
+from ...gemm._cutedsl_wgmma.work import Ring, advance
+from . import ptx
+from .shape import ExpertShape
+from .work import ExpertWork
+
+BOX_COLUMNS = BLOCK  # that the 128-byte swizzle can have
+ROW_BYTES = 2 * BOX_COLUMNS
+
+
+class ExpertProducer(Producer):
+    """As `Producer`, but for the addresses."""
+
+    def __init__(self, shape: ExpertShape, ring: Ring, work: ExpertWork, x_copy: Any, weight: Int64) -> None:
+        self.shape, self.work, self.weight = shape, work, weight
+        self.bars, self.weights, self.x = ring.bars, ring.weights, ring.out - shape.out_offset
+        self.weight_blocks = work.weight_blocks
+        self.x_map = ptx.map_address(x_copy)
+
+    @cute.jit
+    def run(self):
+        """Load every k-tile of every piece of work, in the order in which they are multiplied."""
+        c = self.shape
+        stage = Int32(0)
+        phase = Int32(1)
+        expert_bytes = Int64(self.weight_blocks) * Int64(self.work.k_blocks) * BLOCK_BYTES
+        if self.work.segments > 0:
+            row, expert, first, rows = self.work.place(Int32(0))
+            for index in cutlass.range(self.work.segments, unroll=1):
+                weight = self.weight + Int64(expert) * expert_bytes
+                pieces = self.work.pieces(rows)
+                here, position = row, first
+                row, expert, first, rows = self.work.place(index + 1)
+                for k_tile in cutlass.range(self.work.k_tiles, unroll=1):
+                    cute.arch.mbarrier_wait(self.bars + c.stages + stage, phase)
+                    self.load_weights(stage, weight, here, k_tile, pieces * (c.step_tokens * c.block_k * 2))
+                    self.load_boxes(stage, position, pieces, k_tile)
+                    stage, phase = advance(stage, phase, c.stages)
+
+    @cute.jit
+    def load_boxes(self, stage: Int32, position: Int32, pieces: Int32, k_tile: Int32):
+        """Load a stage's x: boxes of 64 columns and one piece's rows. What lies past M and K becomes zero."""
+        c = self.shape
+        bar = (self.bars + stage).toint()
+        with cute.arch.elect_one():
+            for piece in cutlass.range(pieces, unroll=1):
+                for i in cutlass.range_constexpr(c.k_blocks):
+                    target = self.x + stage * c.x_bytes + (i * c.tokens + piece * c.step_tokens) * ROW_BYTES
+                    column = (k_tile * c.k_blocks + i) * BOX_COLUMNS
+                    ptx.load_x(target, self.x_map, column, position + piece * c.step_tokens, bar)

@@ -1,0 +1,142 @@
+"""Instructions of products of experts; see `gemm._cutedsl_wgmma.ptx`."""
+
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu as nvgpu
+from cutlass.cutlass_dsl import T, dsl_user_op
+
+from ...gemm._cutedsl_wgmma.ptx import asm, several, unpack
+
+__all__ = [
+    "load_int",
+    "load_shared",
+    "load_tile",
+    "load_x",
+    "load_factor",
+    "load_pair",
+    "load_vector",
+    "map_address",
+    "scaled",
+    "store_half",
+    "store_list",
+    "store_shared",
+    "store_summands",
+]
+
+
+# ---- lists in global memory ----
+
+
+@dsl_user_op
+def load_int(address: Int64, *, loc=None, ip=None):
+    """An int32 that earlier kernels wrote."""
+    return Int32(asm(T.i32(), [Int64(address)], "ld.global.b32 $0, [$1];", "=r,l", effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def load_tile(address: Int64, *, loc=None, ip=None):
+    """The first three of four int32."""
+    text = "{.reg .b32 unused; ld.global.v4.b32 {$0, $1, $2, unused}, [$3];}"
+    found = asm(several("i32", 3), [Int64(address)], text, "=r,=r,=r,l", effects=True, loc=loc, ip=ip)
+    return unpack(found, Int32, 3, loc, ip)
+
+
+@dsl_user_op
+def load_pair(address: Int64, condition: Int32, *, loc=None, ip=None):
+    """An int32, or 0 where the condition does not hold."""
+    text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p ld.global.b32 $0, [$1];}"
+    args = [Int64(address), Int32(condition)]
+    return Int32(asm(T.i32(), args, text, "=&r,l,r", effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def load_factor(address: Int64, condition: Int32, *, loc=None, ip=None):
+    """A float32, or 1 where the condition does not hold."""
+    text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f3F800000; @p ld.global.f32 $0, [$1];}"
+    args = [Int64(address), Int32(condition)]
+    return Float32(asm(T.f32(), args, text, "=&f,l,r", effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def load_vector(address: Int64, condition: Int32, float16: cutlass.Constexpr[bool], *, loc=None, ip=None):
+    """A 16-bit value twice, or two ones where the condition does not hold."""
+    one = "0x3C00" if float16 else "0x3F80"
+    text = (
+        f"{{.reg .pred p; .reg .b16 h; setp.ne.b32 p, $2, 0; mov.b16 h, {one};"
+        "@p ld.global.b16 h, [$1]; mov.b32 $0, {h, h};}"
+    )
+    args = [Int64(address), Int32(condition)]
+    return Int32(asm(T.i32(), args, text, "=&r,l,r", effects=True, loc=loc, ip=ip))
+
+
+# ---- x ----
+
+
+@dsl_user_op
+def map_address(x_copy: Any, *, loc=None, ip=None):
+    """Where the tensor map of a copy lies."""
+    kind = ir.Type.parse("!cute.ptr<i64, generic, align<64>>")
+    executable = nvgpu.atom_make_exec_tma(x_copy._trait.value, loc=loc, ip=ip)
+    pointer = nvgpu.get_tma_desc_addr(kind, executable, loc=loc, ip=ip)
+    return Int64(pointer.toint(loc=loc, ip=ip))
+
+
+@dsl_user_op
+def load_x(smem: Int32, tensor_map: Int64, column: Int32, row: Int32, bar: Int32, *, loc=None, ip=None):
+    """Copy a box by TMA and count its bytes at a barrier; what lies outside the matrix becomes zero."""
+    text = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3}], [$4];"
+    values = [Int32(smem), Int64(tensor_map), Int32(column), Int32(row), Int32(bar)]
+    asm(None, values, text, "r,l,r,r,r", effects=True, loc=loc, ip=ip)
+
+
+# ---- the way out ----
+
+
+@dsl_user_op
+def store_list(smem: Int32, pair: Int32, factor: Float32, *, loc=None, ip=None):
+    """Eight bytes to shared memory: a token's pair and factor."""
+    values = [Int32(smem), Int32(pair), Float32(factor)]
+    text = "{.reg .b32 f; mov.b32 f, $2; st.shared.v2.b32 [$0], {$1, f};}"
+    asm(None, values, text, "r,r,f", effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_shared(smem: Int32, *, loc=None, ip=None):
+    """A float32 of shared memory."""
+    return Float32(asm(T.f32(), [Int32(smem)], "ld.shared.f32 $0, [$1];", "=f,r", effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def store_shared(smem: Int32, value: Float32, *, loc=None, ip=None):
+    """A float32 to shared memory."""
+    asm(None, [Int32(smem), Float32(value)], "st.shared.f32 [$0], $1;", "r,f", effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def scaled(word: Int32, vector: Int32, float16: cutlass.Constexpr[bool], *, loc=None, ip=None):
+    """Two 16-bit values times two others, rounded."""
+    text = f"mul.rn.{'f16x2' if float16 else 'bf16x2'} $0, $1, $2;"
+    return Int32(asm(T.i32(), [Int32(word), Int32(vector)], text, "=r,r,r", effects=False, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def store_half(smem: Int32, a: Int32, b: Int32, *, loc=None, ip=None):
+    """Two 8 x 8 matrices of pairs, rows and columns exchanged."""
+    text = "stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [$0], {$1, $2};"
+    asm(None, [Int32(smem), Int32(a), Int32(b)], text, "r,r,r", effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_summands(smem: Int32, listed: Int32, out: Int64, stride: Int32, condition: Int32, *, loc=None, ip=None):
+    """Four float32 of a token, times its factor, to the row of its pair; rows are `stride` bytes apart."""
+    text = (
+        "{.reg .pred p; .reg .f32 a, b, c, d, f; .reg .b32 pair; .reg .b64 at; setp.ne.b32 p, $4, 0;"
+        "ld.shared.v4.f32 {a, b, c, d}, [$0]; ld.shared.b32 pair, [$1]; ld.shared.f32 f, [$1 + 4];"
+        "mul.rn.f32 a, a, f; mul.rn.f32 b, b, f; mul.rn.f32 c, c, f; mul.rn.f32 d, d, f;"
+        "mul.wide.u32 at, pair, $3; add.s64 at, at, $2; @p st.global.v4.f32 [at], {a, b, c, d};}"
+    )
+    values = [Int32(smem), Int32(listed), Int64(out), Int32(stride), Int32(condition)]
+    asm(None, values, text, "r,r,l,r,r", effects=True, loc=loc, ip=ip)
