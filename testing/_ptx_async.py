@@ -36,9 +36,12 @@ class Asynchronous:
     _put: Callable[..., None]
     _address: Callable[[str, int], Array]
     _shared: Callable[..., Array]
+    _copy_tensor: Callable[[tuple[str, ...], Array], None]
+    registers: dict[str, Array]
 
     def __init__(self) -> None:
         self.cluster_parity = 0
+        self.met: int | None = None  # the parity of the hardware barrier that it has arrived at and waits for
         # Loads from shared memory that may not have returned: targets, and what they read.
         self.loads: list[tuple[str, Array]] = []
         self.waits_for: tuple[Barrier, int] | None = None  # and the parity of its phase
@@ -70,7 +73,7 @@ class Asynchronous:
             self._arrive_later(ops, run)
         elif run.any():
             if kinds[1] == "bulk":
-                self._copy_bulk(ops, run)
+                (self._copy_tensor if kinds[2] == "tensor" else self._copy_bulk)(ops, run)
                 return
             where = self._shared(ops[0], PIECE, run)
             size = self._get(ops[3])[run] if len(ops) > 3 else np.full(len(where), PIECE)
@@ -105,7 +108,7 @@ class Asynchronous:
         pieces = np.arange(0, size, PIECE)
         assert start % PIECE == 0 and self.block.owns(start, start + size), "outside of shared memory"
         where = start + np.arange(size)[None]
-        for targets, loaded in (load for warp in self.block.warps for load in warp.loads):
+        for targets, loaded in (load for warp in self.block.warps for load in warp.in_use):
             overtaken = ((loaded >= start) & (loaded < start + size)).any()
             assert not overtaken, f"the load of {targets} may be on its way, and what it reads is overwritten"
         values = self.block.memory.data[self.block.memory.where(source + pieces, PIECE)].reshape(1, size)
@@ -205,8 +208,25 @@ class Asynchronous:
             self.at[run] -= 1
 
     def _bar(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        assert kinds == ["warp", "sync"] and (run == self.live).all(), "a barrier that some lanes do not reach"
-        self.block.order.meet(self.clock[run])
+        """Of a warp, or one of the hardware's with the number of threads that meet there."""
+        order = self.block.order
+        assert (run == self.live).all(), "a barrier that some lanes do not reach"
+        if kinds == ["warp", "sync"]:
+            order.meet(self.clock[run])
+            return
+        number, threads = (int(self._get(operand)[run][0]) for operand in ops)
+        barrier = self.block.named.setdefault(number, Barrier(threads // LANES, len(order.now)))
+        if self.met is None:
+            self.met = barrier.phase % 2
+            barrier.arrive(order.release(self.clock[run]), count=1)
+        if kinds == ["arrive"]:
+            self.met = None
+        elif barrier.passed(self.met):
+            order.acquire(self.clock[run], barrier.known)
+            self.met = None
+        else:
+            self.waits_for = barrier, self.met
+            self.at[run] -= 1
 
     def _elect(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert (run == self.live).all()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Instruction", "Program", "parse"]
 
 _TOKEN = re.compile(r"\s*[$\w]+:(?!:)|\s*\{(?=\s*\.reg)|\s*\}|[^;{}]*(?:\{[^{}.]*\}[^;{}]*)*;")
 _OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^,\s][^,]*")
 _LOCAL = re.compile(r"(?<![%.\w$])[a-zA-Z_]\w*")
-_PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.[usb](\d+) (\w+)(?:\[(\d+)\])?")
+_PARAMETER = re.compile(r"\.param (?:\.align (\d+) )?\.[usbf](\d+) (\w+)(?:\[(\d+)\])?")
 _DYNAMIC = re.compile(r"\.extern \.shared [^;]*?(\w+)\[\]")
 _ENTRY = re.compile(r"\.visible \.entry (\w+)")
 _GUARD = re.compile(r"@(!?)(%?\w+)\s+(.*)", re.DOTALL)
@@ -50,20 +50,26 @@ def parse(text: str, entry: str = "") -> Program:
     code: list[Instruction] = []
     labels: dict[str, int] = {}
     scopes: list[dict[str, str]] = []
+    opened: list[int] = []  # their numbers
     blocks = 0
     for token in map(str.strip, _TOKEN.findall(body)):
         if token == "{":
             blocks += 1
             scopes.append({})
+            opened.append(blocks)
         elif token == "}":
             scopes.pop()
+            opened.pop()
         elif token.endswith(":"):
-            labels[token[:-1]] = len(code)
+            labels[_label(token[:-1], opened)] = len(code)
         elif token.startswith(".reg"):
             if scopes:
                 scopes[-1].update((name, f"{name}@{blocks}") for name in _declared(token))
         elif token != ";" and not token.startswith(".pragma"):
-            code.append(_instruction(token.rstrip(";").strip(), scopes))
+            one = _instruction(token.rstrip(";").strip(), scopes)
+            if one.name.startswith("bra"):
+                one = replace(one, operands=(_label(one.operands[0], opened),))
+            code.append(one)
     symbols: dict[str, int] = {}
     places = [0]
     for align, kind, name, count in _PARAMETER.findall(head):
@@ -72,6 +78,11 @@ def parse(text: str, entry: str = "") -> Program:
         symbols[name] = places[-1] = start
         places.append(start + size)
     return Program(tuple(code), labels, tuple(places), symbols, tuple(_DYNAMIC.findall(before)))
+
+
+def _label(name: str, opened: list[int]) -> str:
+    """Labels of inline code are its own: "DONE" of the third block is "DONE@3"."""
+    return name if name.startswith("$") or not opened else f"{name}@{opened[-1]}"
 
 
 def _declared(token: str) -> list[str]:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ._ptx_async import LANES, POISON, Asynchronous
+from ._ptx_async import LANES, POISON
 from ._ptx_lanes import Lanes
 from ._ptx_parse import Instruction
+from ._ptx_wgmma import Hopper
 
 if TYPE_CHECKING:
     from .ptx import Block
@@ -22,7 +23,7 @@ Array = NDArray[Any]
 LANE = np.arange(LANES)
 G, Q = LANE // 4, LANE % 4  # rows and columns of the 8 x 8 matrices that a warp holds
 IGNORED = ("fence", "membar", "griddepcontrol")  # one block runs at a time, and one kernel
-PAUSES = ("barrier", "mbarrier", "cp", "bar", "vote", "ldmatrix", "atom")  # others may run after these
+PAUSES = ("barrier", "mbarrier", "cp", "bar", "vote", "ldmatrix", "stmatrix", "wgmma", "atom")  # others may run after these
 PAUSE = 1 / 8  # the probability
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
@@ -44,6 +45,7 @@ ARITHMETIC: dict[str, Callable[..., Array]] = {
     "abs": np.abs,
     "ex2": np.exp2,
     "rcp": np.reciprocal,
+    "copysign": lambda a, b: np.copysign(b, a),
 }
 COMPARE: dict[str, Callable[[Array, Array], Array]] = {
     "lt": np.less,
@@ -55,7 +57,7 @@ COMPARE: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-class Warp(Asynchronous, Lanes):
+class Warp(Hopper, Lanes):
     """One warp of a block. It runs until all its lanes meet a barrier or have returned, or others get a turn."""
 
     def __init__(self, block: Block, number: int) -> None:
@@ -82,7 +84,7 @@ class Warp(Asynchronous, Lanes):
             here = self.live & (self.at == at)
             one = program.code[at]
             run = here if not one.guard else here & (self.registers[one.guard] ^ one.negated)
-            if one.name.startswith("bar.sync"):
+            if one.name.startswith("bar.sync") and len(one.operands) == 1:
                 assert here.all(), "a barrier that some lanes of a warp do not reach"
                 self.waits = True
                 return
@@ -256,7 +258,7 @@ class Warp(Asynchronous, Lanes):
             self._put(target, part.astype(f"u{each // 8}"), run)
 
     def _cvta(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        assert kinds == ["to", "global", "u64"]
+        assert kinds in (["to", "global", "u64"], ["param", "u64"])
         self._put(ops[0], self._get(ops[1], 64), run)
 
     def _cvt(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:

@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from ._ptx_order import Barrier, Order
 from ._ptx_parse import Program, parse
 from ._ptx_warp import LANES, POISON, Warp
+from ._ptx_wgmma import tensor_map
 
-__all__ = ["GlobalMemory", "run"]
+__all__ = ["GlobalMemory", "run", "tensor_map"]
 
 BASE = 1 << 32  # an address that does not fit in 32 bits
 ALIGN = 256  # of buffers, and at least as much between them
@@ -100,6 +101,7 @@ class Block:
         self.symbols = program.symbols | dict.fromkeys(program.shared, self._begin)
         # Copies: those of a warp arrive in its order, those of "warp -1" at any time.
         self.under_way: list[tuple[int, Callable[[], None]]] = []
+        self.named: dict[int, Barrier] = {}  # barriers of the hardware, by their numbers
         self.warps = [Warp(self, number) for number in range(threads // LANES)]
         self._eager = rng.choice((0.02, 0.5, 0.98))  # how soon copies land
 

@@ -79,6 +79,7 @@ class Product:
                     cute.arch.mbarrier_init(ring.bars + stage, 1)
                     cute.arch.mbarrier_init(ring.bars + c.stages + stage, producer_warp)
                 cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()
             cpasync.prefetch_descriptor(x_copy)
             cute.arch.barrier_arrive(barrier_id=READY_BARRIER, number_of_threads=WARPGROUP * c.warpgroups + 32)
         if warp < producer_warp:

@@ -1,0 +1,148 @@
+"""What only Hopper has: wgmma, copies by TMA and stmatrix; a part of `_ptx_warp.Warp`."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ._ptx_async import LANES, POISON, Asynchronous
+
+if TYPE_CHECKING:
+    from ._ptx_order import Barrier
+
+__all__ = ["Hopper", "tensor_map"]
+
+Array = NDArray[Any]
+
+LANE = np.arange(LANES)
+G, Q = LANE // 4, LANE % 4
+ROW_BYTES = 128  # of matrices in the swizzle of as many bytes, which is the only one known here
+MAP = struct.Struct("<QiiiI")
+MAP_BYTES = 128
+
+
+def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> bytes:
+    """A tensor map as `run` reads it: of 16-bit values, in boxes of 64 columns; `stride` values from row to row."""
+    return MAP.pack(address, rows, columns, stride, box_rows).ljust(MAP_BYTES, b"\0")
+
+
+def swizzled(addresses: Array) -> Array:
+    """Where bytes lie that would lie at these addresses without the swizzle."""
+    return addresses ^ ((addresses >> 7 & 7) << 4)
+
+
+class Hopper(Asynchronous):
+    """Sums are made when a wgmma is issued; what it reads of shared memory stays in use until it is waited for."""
+
+    _float: Callable[[str], Array]
+    _mbarrier_at: Callable[..., Barrier]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wgmmas: list[list[Array]] = [[]]  # groups of what each reads; the last is open
+
+    @property
+    def in_use(self) -> list[tuple[str, Array]]:
+        """Loads and wgmmas that may still read shared memory."""
+        return self.loads + [("a wgmma", where) for group in self.wgmmas for where in group]
+
+    def _setmaxnreg(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert run.all()
+
+    def _prefetch(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert kinds == ["tensormap"]
+
+    def _wgmma(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert run.all(), "wgmma needs all lanes"
+        if kinds[0] == "commit_group":
+            self.wgmmas.append([])
+        elif kinds[0] == "wait_group":
+            closed = self.wgmmas[:-1]
+            self.wgmmas = [*closed[max(0, len(closed) - int(ops[0])) :], self.wgmmas[-1]]
+        elif kinds[0] == "mma_async":
+            self._multiply(kinds, ops)
+        else:
+            assert kinds[0] == "fence"
+
+    def _multiply(self, kinds: list[str], ops: tuple[str, ...]) -> None:
+        """This warp's 16 rows."""
+        from ._ptx_warp import _floats, _halves
+
+        sums, registers, descriptor, accumulate, *signs = ops
+        n, kind = int(kinds[3].split("n")[1].split("k")[0]), kinds[-1]
+        assert kinds[3].startswith("m64") and kinds[3].endswith("k16") and signs[:2] == ["1", "1"], "not known"
+        names = [name.strip() for name in sums.strip("{}").split(",")]
+        assert len(names) == n // 2
+        a = np.zeros((16, 16), np.float64)
+        for r, name in enumerate(part.strip() for part in registers.strip("{}").split(",")):
+            for p, half in enumerate(_halves(self._get(name))):
+                a[G + 8 * (r % 2), 2 * Q + 8 * (r // 2) + p] = _floats(half, kind)
+        (word,) = set(self._get(descriptor, 64).tolist())
+        assert word >> 62 == 1, "a swizzle that is not known"
+        start, stride = (word & 0x3FFF) << 4, (word >> 32 & 0x3FFF) << 4
+        row = np.arange(n)[:, None]
+        where = swizzled(start + row // 8 * stride + row % 8 * ROW_BYTES + np.arange(32))
+        assert self.block.owns(int(where.min()), int(where.max()) + 1), "outside of shared memory"
+        self.block.order.read(self.clock[:1], where.reshape(1, -1))
+        self.wgmmas[-1].append(where.reshape(1, -1))
+        b = _floats(self.block.smem[where].view(np.uint16), kind).astype(np.float64)  # [n, 16]
+        places = [(G + 8 * (i % 4 // 2), 8 * (i // 4) + 2 * Q + i % 2) for i in range(n // 2)]
+        c = np.zeros((16, n))
+        if self.registers[accumulate].all():
+            for place, name in zip(places, names, strict=True):
+                c[place] = self._float(name)
+        with np.errstate(all="ignore"):
+            d = (a @ b.T + c).astype(np.float32)
+        for place, name in zip(places, names, strict=True):
+            self._put(name, np.ascontiguousarray(d[place]).view(np.uint32), np.ones(LANES, bool))
+
+    def _stmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        assert run.all() and kinds[:3] == ["sync", "aligned", "m8n8"] and "trans" in kinds
+        count = int(kinds[3][1:])
+        used = LANE < 8 * count
+        where = self._shared(ops[0], 16, used)
+        names = [name.strip() for name in ops[1].strip("{}").split(",")]
+        values = np.zeros((8 * count, 8), np.uint16)
+        for j, name in enumerate(names):
+            word = self._get(name)
+            for p, half in enumerate((word & 0xFFFF, word >> 16)):
+                values[8 * j + 2 * Q + p, G] = half
+        self.block.order.write(self.clock[used], where)
+        self.block.smem[where] = values.view(np.uint8)
+
+    def _copy_tensor(self, ops: tuple[str, ...], run: Array) -> None:
+        """A box of a matrix; zeros outside of it."""
+        order, block = self.block.order, self.block
+        assert run.sum() == 1
+        start = int(self._address(ops[0], 32)[run][0])
+        place, column, row = (part.strip("{} ") for part in ops[1].strip("[]").split(","))
+        at = int(self._get(place, 64)[run][0])
+        pointer, rows, columns, stride, box_rows = MAP.unpack(block.parameters[at : at + MAP.size].tobytes())
+        first = [int(self._get(name)[run].view(np.int32)[0]) for name in (row, column)]
+        assert start % 1024 == 0 and block.owns(start, start + box_rows * ROW_BYTES), "outside of shared memory"
+        assert first[1] % 8 == 0 and stride % 8 == 0 and pointer % 16 == 0
+        where = swizzled(start + np.arange(box_rows * ROW_BYTES)).reshape(1, -1)
+        for targets, loaded in (load for warp in block.warps for load in warp.in_use):
+            overtaken = np.isin(loaded, where).any()
+            assert not overtaken, f"{targets} may still read what is overwritten"
+        values = np.zeros((box_rows, 64), np.uint16)
+        r, c = np.meshgrid(first[0] + np.arange(box_rows), first[1] + np.arange(64), indexing="ij")
+        inside = (r >= 0) & (r < rows) & (c >= 0) & (c < columns)
+        sources = pointer + 2 * (r[inside].astype(np.int64) * stride + c[inside])
+        values[inside] = block.memory.data[block.memory.where(sources, 2)].view(np.uint16)[:, 0]
+        barrier = self._mbarrier_at(ops[2], run)
+        order.write(self.clock[run], where, under_way=True)
+        block.smem[where] = POISON
+        times = order.now[self.clock[run], self.clock[run]]
+        known = order.release(self.clock[run])
+
+        def land() -> None:
+            block.smem[where] = values.view(np.uint8).reshape(1, -1)
+            order.landed(where, times)
+            barrier.arrive(known, announced=-where.size)
+
+        block.under_way.append((-1, land))
