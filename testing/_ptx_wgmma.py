@@ -63,6 +63,7 @@ class Hopper(Asynchronous):
         elif kinds[0] == "wait_group":
             closed = self.wgmmas[:-1]
             self.wgmmas = [*closed[max(0, len(closed) - int(ops[0])) :], self.wgmmas[-1]]
+            self.block.order.meet(self.clock)  # lanes of a warp go on together
         elif kinds[0] == "mma_async":
             self._multiply(kinds, ops)
         else:

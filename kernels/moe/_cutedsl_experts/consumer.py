@@ -86,6 +86,6 @@ class ExpertConsumer(Consumer):
     def multiply_way(self, way: cutlass.Constexpr[int], stage: Int32, phase: Int32, left: Int32) -> Any:
         """Multiply a tile of that many pieces."""
         tiled_mma, acc, x = self.ways[way - 1]
-        acc.fill(0.0)
+        self.acc.fill(0.0)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         return self.multiply(tiled_mma, acc, x, Int32(0), self.work.k_tiles, stage, phase, left)

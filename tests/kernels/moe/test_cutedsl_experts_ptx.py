@@ -1,0 +1,222 @@
+"""Products of experts run on NumPy: the PTX that CuTe DSL makes, on tile lists made by hand, against float64."""
+
+import struct
+import tempfile
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from nvfp4.kernels.moe._cutedsl_experts.shape import ExpertShape
+from nvfp4.kernels.moe.activations import ACTIVATIONS, activate, constants
+from nvfp4.kernels.weights.codec import dequantize
+from nvfp4.kernels.weights.layouts import to_layout
+from nvfp4.testing import ptx
+from nvfp4.testing.experts import random_weight
+
+pytest.importorskip("cutlass")
+
+pytestmark = pytest.mark.slow
+
+
+@cache
+def ptx_of(shape):
+    from cutlass import cute
+    from nvfp4.kernels.moe._cutedsl_experts.launch import arguments
+
+    function, given = arguments(shape)
+    with tempfile.TemporaryDirectory() as folder:
+        options = f"--gpu-arch sm_90a --keep-ptx --dump-dir={folder}"
+        return cute.compile(function, *given, options=options).artifacts.PTX
+
+
+def shape_of(result, **changes):
+    usual = ExpertShape(
+        float16=False,
+        rows=64,
+        tokens=32,
+        block_k=64,
+        warpgroups=1,
+        stages=3,
+        schedule="each",
+        blocks_per_sm=1,
+        multicast=1,
+        stream_k=False,
+        wide_stores=True,
+        result=result,
+    )
+    return replace(usual, **changes)
+
+
+def blobs(weight, scale, *, glu, dtype):
+    """Fragments of every expert; gate and up interleaved by eight rows, each padded to a multiple of 32."""
+    found = []
+    for codes, scales in zip(weight, scale, strict=True):
+        if glu:
+            halves = [torch.nn.functional.pad(t, (0, 0, 0, -t.shape[0] % 32)) for t in (*codes.chunk(2), *scales.chunk(2))]
+            gate, up, gate_scale, up_scale = (half.view(-1, 8, half.shape[1]) for half in halves)
+            codes = torch.stack([gate, up], 1).flatten(0, 2)
+            scales = torch.stack([gate_scale, up_scale], 1).flatten(0, 2)
+        layout = "fragment1-fp16" if dtype == torch.float16 else "fragment1-bf16"
+        found.append(to_layout(codes.contiguous(), scales.contiguous(), torch.ones(1), layout_id=layout).data)
+    return torch.stack(found)
+
+
+def tile_list(counts, tokens):
+    """int32 [tiles, 4] of experts with that many rows each."""
+    found, first = [], 0
+    for expert, count in enumerate(counts):
+        found += [(expert, first + at, min(tokens, count - at), 0) for at in range(0, count, tokens)]
+        first += count
+    return np.array(found, np.int32).reshape(-1, 4)
+
+
+def run(shape, x, blob, global_scale, counts, out, *, n, blocks=3, band=2, pairs=None, order=0, **given):
+    memory = ptx.GlobalMemory()
+
+    def place(tensor):
+        return 0 if tensor is None else memory.add(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+    tiles = tile_list(counts, shape.tokens)
+    bias, vector = given.get("bias"), given.get("vector")
+    at = [place(x), place(blob), place(out), place(global_scale), place(bias)]
+    at += [memory.add(tiles) if len(tiles) else 0, memory.add(np.array([len(tiles)], np.int32)), place(pairs)]
+    at += [place(given.get("factors")), place(vector)]
+    integers = [n, blob.shape[1], blob.shape[2], global_scale.shape[1]]
+    integers.append(0 if bias is None else 1 if bias.dtype == x.dtype else 2)
+    integers += [n if vector is not None and vector.ndim == 2 else 0, band]
+    floats = [struct.pack("<f", value) for value in given.get("constants", (0, 0, 0))]
+    x_map = ptx.tensor_map(at[0], x.shape[0], x.shape[1], x.shape[1], shape.step_tokens)
+    ptx.run(
+        ptx_of(shape),
+        [x_map, bytes(8), *at[1:], *integers, *floats],
+        memory,
+        grid=(blocks, 1, 1),
+        threads=shape.threads,
+        smem_bytes=shape.smem_bytes,
+        seed=order,
+    )
+    raw = memory.read(at[2], np.uint8, out.numel() * out.element_size())
+    return torch.from_numpy(raw).view(out.dtype).view_as(out)
+
+
+def products(x, weight, scale, counts):
+    """Float64 [rows, N], without global scales."""
+    found, first = [], 0
+    for expert, count in enumerate(counts):
+        w = dequantize(weight[expert], scale[expert], torch.ones(1), dtype=torch.float64)
+        found.append(x[first : first + count].double() @ w.t())
+        first += count
+    return torch.cat(found)
+
+
+def per_row(values, counts):
+    """[rows, ...] of [E, ...]."""
+    return values.repeat_interleave(torch.tensor(counts), 0)
+
+
+def close(got, right, bits):
+    limit = right.abs() * 2.0**-bits + 2e-4
+    assert bool(((got.double() - right).abs() <= limit).all()), float(((got.double() - right).abs() / limit).max())
+
+
+COUNTS = [5, 0, 33, 70, 1]
+SHAPES = [
+    {},
+    {"pieces": 2},
+    {"rows": 128, "warpgroups": 2, "tokens": 64, "pieces": 4, "schedule": "ends-prefetch", "block_k": 128},
+    {"rows": 128, "tokens": 16, "block_k": 128, "schedule": "ends", "float16": True},
+    {"rows": 256, "warpgroups": 2, "tokens": 48, "pieces": 3},
+]
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+@pytest.mark.parametrize("n", [136, 101])
+def test_out(changes, n):
+    shape = shape_of("out", wide_stores=n % 8 == 0, **changes)
+    dtype, k = torch.float16 if shape.float16 else torch.bfloat16, 208
+    g = torch.Generator().manual_seed(n)
+    parts = 1 + n % 2 == 1 and 2 or 1
+    weight, scale, global_scale = random_weight(len(COUNTS), n, k, g, parts=parts)
+    m = sum(COUNTS)
+    x = torch.randn(m + 3, k, generator=g).to(dtype)
+    out = torch.full((m + 3, n), 7.0, dtype=dtype)
+    got = run(shape, x, blobs(weight, scale, glu=False, dtype=dtype), global_scale, COUNTS, out, n=n)
+    right = products(x, weight, scale, COUNTS) * per_row(global_scale.repeat_interleave(n // parts, 1), COUNTS)
+    close(got[:m], right, 8 if dtype == torch.bfloat16 else 11)
+    assert bool((got[m:] == 7).all()), "rows of no expert are not touched"
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+def test_summands(changes):
+    shape = shape_of("summand", **changes)
+    dtype, k, n = torch.float16 if shape.float16 else torch.bfloat16, 96, 144
+    g = torch.Generator().manual_seed(1)
+    weight, scale, global_scale = random_weight(len(COUNTS), n, k, g)
+    m = sum(COUNTS)
+    x = torch.randn(m, k, generator=g).to(dtype)
+    pairs = torch.randperm(m + 20, generator=g)[:m].int()
+    factors, bias = torch.rand(m, generator=g), torch.randn(len(COUNTS), n, generator=g)
+    out = torch.full((m + 20, n), 7.0)
+    blob = blobs(weight, scale, glu=False, dtype=dtype)
+    got = run(shape, x, blob, global_scale, COUNTS, out, n=n, pairs=pairs, factors=factors, bias=bias)
+    right = products(x, weight, scale, COUNTS) * per_row(global_scale, COUNTS) + per_row(bias, COUNTS)
+    close(got[pairs.long()], right * factors[:, None], 20)
+    others = torch.ones(m + 20, dtype=torch.bool)
+    others[pairs.long()] = False
+    assert bool((got[others] == 7).all()), "rows of other pairs are not touched"
+
+
+@pytest.mark.parametrize("changes", SHAPES, ids=str)
+@pytest.mark.parametrize("name", ["swiglu", "relu2"])
+def test_activated(changes, name):
+    check_activated(changes, name, inter=80)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in ACTIVATIONS])
+def test_every_activation(name):
+    check_activated({"tokens": 16}, name, inter=16, bare=True)
+
+
+def check_activated(changes, name, *, inter, bare=False):
+    gated = name != "relu2"
+    shape = shape_of("activated", activation=name, gated=gated, **changes)
+    dtype, k = torch.float16 if shape.float16 else torch.bfloat16, 96
+    g = torch.Generator().manual_seed(2)
+    rows = inter * (2 if gated else 1)
+    weight, scale, global_scale = random_weight(len(COUNTS), rows, k, g, parts=2 if gated else 1)
+    m = sum(COUNTS)
+    x = torch.randn(m, k, generator=g).to(dtype)
+    x[3] = torch.nan
+    values = constants(name)
+    bias = torch.randn(len(COUNTS), rows, generator=g).to(dtype)
+    factors = 0.5 + torch.rand(m, generator=g)
+    vector = (0.5 + torch.rand((len(COUNTS), inter), generator=g)).to(dtype)
+    given = {} if bare else {"bias": bias, "factors": factors, "vector": vector}
+    out = torch.full((m + 1, inter), 7.0, dtype=dtype)
+    blob = blobs(weight, scale, glu=gated, dtype=dtype)
+    got = run(shape, x, blob, global_scale, COUNTS, out, n=inter, constants=values, **given)
+    a = products(x, weight, scale, COUNTS) * per_row(global_scale.repeat_interleave(inter, 1), COUNTS)
+    if not bare:
+        a = (a + per_row(bias, COUNTS).double()) * factors[:, None]
+    right = activate(name, *(a.chunk(2, 1) if gated else (a, None)), values)
+    if not bare:
+        right = right * per_row(vector, COUNTS).double()
+    nan = right.isnan()
+    assert torch.equal(got[:m].isnan(), nan) and bool(nan[3].all()) and int(nan.sum()) == inter
+    close(got[:m].where(~nan, 0), right.where(~nan, 0), 7 if dtype == torch.bfloat16 else 10)
+    assert bool((got[m:] == 7).all())
+
+
+def test_no_tiles_and_more_blocks_than_tiles():
+    shape = shape_of("out")
+    g = torch.Generator().manual_seed(3)
+    weight, scale, global_scale = random_weight(2, 64, 64, g)
+    blob = blobs(weight, scale, glu=False, dtype=torch.bfloat16)
+    x = torch.randn(4, 64, generator=g).bfloat16()
+    out = torch.full((4, 64), 7.0).bfloat16()
+    assert torch.equal(run(shape, x, blob, global_scale, [0, 0], out, n=64), out)
+    got = run(shape, x, blob, global_scale, [0, 3], out, n=64, blocks=4)
+    right = products(x, weight, scale, [0, 3]) * global_scale[1]
+    close(got[:3], right, 8)
