@@ -23,7 +23,17 @@ Array = NDArray[Any]
 LANE = np.arange(LANES)
 G, Q = LANE // 4, LANE % 4  # rows and columns of the 8 x 8 matrices that a warp holds
 IGNORED = ("fence", "membar", "griddepcontrol")  # one block runs at a time, and one kernel
-PAUSES = ("barrier", "mbarrier", "cp", "bar", "vote", "ldmatrix", "stmatrix", "wgmma", "atom")  # others may run after these
+PAUSES = (
+    "barrier",
+    "mbarrier",
+    "cp",
+    "bar",
+    "vote",
+    "ldmatrix",
+    "stmatrix",
+    "wgmma",
+    "atom",
+)  # others may run after these
 PAUSE = 1 / 8  # the probability
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 

@@ -104,7 +104,7 @@ class Hopper(Asynchronous):
     def _stmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert run.all() and kinds[:3] == ["sync", "aligned", "m8n8"] and "trans" in kinds
         count = int(kinds[3][1:])
-        used = LANE < 8 * count
+        used = 8 * count > LANE
         where = self._shared(ops[0], 16, used)
         names = [name.strip() for name in ops[1].strip("{}").split(",")]
         values = np.zeros((8 * count, 8), np.uint16)

@@ -33,9 +33,7 @@ def instruction(shape: ExpertShape, tokens: int) -> Any:
 class ExpertConsumer(Consumer):
     """As `Consumer`, with an instruction for every number of pieces."""
 
-    def __init__(
-        self, shape: ExpertShape, ring: Ring, work: ExpertWork, warp: Int32, epilogue: ExpertEpilogue
-    ) -> None:
+    def __init__(self, shape: ExpertShape, ring: Ring, work: ExpertWork, warp: Int32, epilogue: ExpertEpilogue) -> None:
         super().__init__(shape, ring, work, warp, instruction(shape, shape.tokens), epilogue)
         self.ways = []
         for pieces in range(1, shape.pieces + 1):

@@ -44,9 +44,7 @@ class ExpertEpilogue(Epilogue):
         constants: tuple[Float32, Float32, Float32],
     ) -> None:
         nothing = Int64(0)
-        super().__init__(
-            shape, ring, work, warp, out, global_scale, Int32(0), bias, bias_kind, nothing, nothing
-        )
+        super().__init__(shape, ring, work, warp, out, global_scale, Int32(0), bias, bias_kind, nothing, nothing)
         self.parts, self.pairs, self.factors, self.constants = parts, pairs, factors, constants
         self.vector, self.vector_stride = vector, vector_stride
         self.listed = self.chunks + shape.chunks * shape.chunk_bytes

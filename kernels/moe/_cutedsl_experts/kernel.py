@@ -10,7 +10,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from ...gemm._cutedsl_wgmma.kernel import READY_BARRIER
 from ...gemm._cutedsl_wgmma.shape import PRODUCER_REGISTERS, WARPGROUP
-from ...gemm._cutedsl_wgmma.work import Ring, element, x_layout
+from ...gemm._cutedsl_wgmma.work import Ring, x_layout
 from .consumer import ExpertConsumer
 from .epilogue import ExpertEpilogue
 from .producer import ExpertProducer

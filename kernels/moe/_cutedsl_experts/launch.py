@@ -3,21 +3,146 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ...cuda.launch import CudaLaunch
 from ...cuda.tensor_map import TensorMaps
 from ...cutedsl import compile_cutedsl
+from ...gemm._cutedsl_wgmma.shape import BLOCK
 from ...problem import Device
+from ...weights.fragment import padded
 from .shape import ExpertShape
 
-__all__ = ["FIELDS", "ProductLaunch", "arguments"]
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..activations import Constants
+    from ..cuda_routing import Tiles
+
+__all__ = ["FIELDS", "ProductLaunch", "arguments", "source_files"]
 
 # The kernel's parameters, in the order of its signature: map of x, its shape, nine addresses, seven integers, three
 # constants of the activation.
 FIELDS = ("128s", "2i", *"PPPPPPPPP", *"iiiiiii", *"fff")
+NO_CONSTANTS = (0.0, 0.0, 0.0)
+
+
+class ProductLaunch:
+    """One product of experts, compiled.
+
+    Parameters
+    ----------
+    device, shape
+        What to compile for, and what.
+    rows, k
+        Of an expert's weight; rows padded.
+    n
+        Columns of the result.
+    band
+        Tiles that advance together.
+    pdl
+        It may start while the kernel before it still runs.
+    """
+
+    def __init__(self, device: Device, shape: ExpertShape, *, rows: int, k: int, n: int, band: int, pdl: bool) -> None:
+        self.shape = shape
+        self._most = device.units * shape.blocks_per_sm
+        self._row_tiles = -(-rows // shape.rows)
+        self._n, self._blocks, self._k_blocks, self._band = n, rows // BLOCK, padded(k) // BLOCK, band
+        self.compiled = compile_cutedsl(
+            lambda: arguments(shape), device.capability, key=f"cutedsl_experts {shape}", sources=source_files()
+        )
+        self._launch = CudaLaunch(
+            self.compiled,
+            fields=FIELDS,
+            block=shape.threads,
+            smem_bytes=shape.smem_bytes,
+            pdl=pdl,
+            prefer_smem=True,
+        )
+        self._maps = TensorMaps("float16" if shape.float16 else "bfloat16", shape.step_tokens)
+
+    def __call__(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        global_scale: Tensor,
+        tiles: Tiles,
+        out: Tensor,
+        *,
+        bias: Tensor | None = None,
+        pairs: Tensor | None = None,
+        factors: Tensor | None = None,
+        vector: Tensor | None = None,
+        constants: Constants = NO_CONSTANTS,
+    ) -> None:
+        """One launch, on the current stream.
+
+        Parameters
+        ----------
+        x
+            [rows, K] in the order of positions; rows begin on 16-byte boundaries.
+        weight, global_scale
+            Blobs of all experts; float32 [E, 1] or [E, 2].
+        tiles
+            Of `shape.tokens` rows at most.
+        out
+            By position [rows, n] in x's dtype, or of "summand" by pair [pairs, n] in float32.
+        bias
+            [E, n], behind a gate [E, 2 n]; in x's dtype or float32.
+        pairs
+            Int32, by position: the row of out. Of "summand" only.
+        factors
+            Float32, by position: the router's weights.
+        vector
+            [n] or [E, n] in x's dtype: multiplies what was activated and rounded.
+        constants
+            Of the activation.
+        """
+        m, k = x.shape
+        self._launch.launch(
+            min(self._most, tiles.most_tiles * self._row_tiles),
+            1,
+            1,
+            torch._C._cuda_getCurrentRawStream(x.get_device()),
+            self._maps.get(x.data_ptr(), m, k, x.stride(0) if m > 1 else k),
+            m,
+            k,
+            weight.data_ptr(),
+            out.data_ptr(),
+            global_scale.data_ptr(),
+            _address(bias),
+            tiles.tiles.data_ptr(),
+            tiles.count.data_ptr(),
+            _address(pairs),
+            _address(factors),
+            _address(vector),
+            self._n,
+            self._blocks,
+            self._k_blocks,
+            global_scale.shape[1],
+            0 if bias is None else 1 if bias.dtype == x.dtype else 2,
+            self._n if vector is not None and vector.ndim == 2 else 0,
+            self._band,
+            *constants,
+        )
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def source_files() -> tuple[Path, ...]:
+    """Device code with its pure arithmetic; not the launchers."""
+    own = Path(__file__).parent
+    shared = own.parents[1] / "gemm" / "_cutedsl_wgmma"
+    return tuple(
+        sorted(
+            path for folder in (own, shared) for path in folder.glob("*.py") if path.stem not in ("__init__", "launch")
+        )
+    )
 
 
 def arguments(shape: ExpertShape) -> tuple[Any, tuple[Any, ...]]:

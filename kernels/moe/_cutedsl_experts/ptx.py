@@ -11,13 +11,13 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from ...gemm._cutedsl_wgmma.ptx import asm, several, unpack
 
 __all__ = [
+    "load_factor",
     "load_int",
+    "load_pair",
     "load_shared",
     "load_tile",
-    "load_x",
-    "load_factor",
-    "load_pair",
     "load_vector",
+    "load_x",
     "map_address",
     "scaled",
     "store_half",
@@ -87,7 +87,9 @@ def map_address(x_copy: Any, *, loc=None, ip=None):
 @dsl_user_op
 def load_x(smem: Int32, tensor_map: Int64, column: Int32, row: Int32, bar: Int32, *, loc=None, ip=None):
     """Copy a box by TMA and count its bytes at a barrier; what lies outside the matrix becomes zero."""
-    text = "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3}], [$4];"
+    text = (
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [$0], [$1, {$2, $3}], [$4];"
+    )
     values = [Int32(smem), Int64(tensor_map), Int32(column), Int32(row), Int32(bar)]
     asm(None, values, text, "r,l,r,r,r", effects=True, loc=loc, ip=ip)
 

@@ -54,7 +54,9 @@ def blobs(weight, scale, *, glu, dtype):
     found = []
     for codes, scales in zip(weight, scale, strict=True):
         if glu:
-            halves = [torch.nn.functional.pad(t, (0, 0, 0, -t.shape[0] % 32)) for t in (*codes.chunk(2), *scales.chunk(2))]
+            halves = [
+                torch.nn.functional.pad(t, (0, 0, 0, -t.shape[0] % 32)) for t in (*codes.chunk(2), *scales.chunk(2))
+            ]
             gate, up, gate_scale, up_scale = (half.view(-1, 8, half.shape[1]) for half in halves)
             codes = torch.stack([gate, up], 1).flatten(0, 2)
             scales = torch.stack([gate_scale, up_scale], 1).flatten(0, 2)
@@ -131,13 +133,12 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("changes", SHAPES, ids=str)
-@pytest.mark.parametrize("n", [136, 101])
+@pytest.mark.parametrize(("changes", "n"), [(SHAPES[0], 101), (SHAPES[1], 136), (SHAPES[2], 136)], ids=str)
 def test_out(changes, n):
     shape = shape_of("out", wide_stores=n % 8 == 0, **changes)
     dtype, k = torch.float16 if shape.float16 else torch.bfloat16, 208
     g = torch.Generator().manual_seed(n)
-    parts = 1 + n % 2 == 1 and 2 or 1
+    parts = 2 if n % 2 == 0 else 1
     weight, scale, global_scale = random_weight(len(COUNTS), n, k, g, parts=parts)
     m = sum(COUNTS)
     x = torch.randn(m + 3, k, generator=g).to(dtype)
@@ -148,7 +149,7 @@ def test_out(changes, n):
     assert bool((got[m:] == 7).all()), "rows of no expert are not touched"
 
 
-@pytest.mark.parametrize("changes", SHAPES, ids=str)
+@pytest.mark.parametrize("changes", SHAPES[1:], ids=str)
 def test_summands(changes):
     shape = shape_of("summand", **changes)
     dtype, k, n = torch.float16 if shape.float16 else torch.bfloat16, 96, 144
@@ -168,8 +169,11 @@ def test_summands(changes):
     assert bool((got[others] == 7).all()), "rows of other pairs are not touched"
 
 
-@pytest.mark.parametrize("changes", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ["swiglu", "relu2"])
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [*((changes, "swiglu") for changes in SHAPES), (SHAPES[1], "relu2"), (SHAPES[4], "relu2")],
+    ids=str,
+)
 def test_activated(changes, name):
     check_activated(changes, name, inter=80)
 

@@ -1,0 +1,117 @@
+"""`cutedsl_moe`: a layer of experts on Hopper for many tokens, decoding in the registers that wgmma reads. CuTe DSL.
+
+A chain of kernels, each of which may start while the one before it ends: routing; x in the order of the sorted pairs,
+with pre_quant_scale; first product with global scales, bias, activation and one rounding; second product with global
+scale, bias and the router's weight, in float32; the sum over each token's experts in the order of its slots, and one
+rounding. The products are those of `cutedsl_grouped`. Results do not change from run to run, and nothing is read back
+to the host.
+
+Many tokens go through the chain in parts, so that what stands between its kernels stays within WORKSPACE_BYTES.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..cuda.compile import cuda_sources
+from ..kernel import Kernel
+from ..problem import Device, Problem
+from . import _cutedsl_config as configs
+from ._cutedsl_config import CuteDslExpertsConfig
+from .cuda_gather import GATHER
+from .cuda_sum import SUM
+from .cutedsl_grouped import CuteDslExperts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .arguments import MoeArguments, MoeLauncher
+
+WORKSPACE_BYTES = 1 << 30
+
+
+class CuteDslMoe(CuteDslExperts):
+    """See the module."""
+
+    name = "cutedsl_moe"
+    op = "moe"
+    made_for = ((257, None),)
+
+    def build(self, device: Device, problem: Problem, config: CuteDslExpertsConfig) -> MoeLauncher:
+        """Compile for x's dtype and the activation; sizes stay run-time values."""
+        return _Launch(device, problem, config)
+
+    def source_files(self) -> tuple[Path, ...]:
+        """More kernels than a product alone has."""
+        here = Path(__file__).parent
+        own = tuple(here / name for name in ("cuda_gather.py", "cuda_sum.py", "activations.py"))
+        return tuple(
+            dict.fromkeys((*CuteDslExperts.source_files(self), *own, *cuda_sources(GATHER), *cuda_sources(SUM)))
+        )
+
+
+class _Launch:
+    def __init__(self, device: Device, problem: Problem, config: CuteDslExpertsConfig) -> None:
+        from ._cutedsl_experts.launch import ProductLaunch
+        from .cuda_gather import CudaGather
+        from .cuda_routing import CudaRouting
+        from .cuda_sum import CudaSum
+
+        self.problem, self._tokens = problem, config.tokens
+        self.routing = CudaRouting(device, problem.experts)
+        self.gather = CudaGather(device, problem.dtype, pdl=True)
+        self.first, self.second = (
+            ProductLaunch(device, shape, rows=size.rows, k=size.k, n=size.n, band=config.band, pdl=True)
+            for size, shape in zip(configs.sizes(problem), configs.shapes(problem, config), strict=True)
+        )
+        self.sum = CudaSum(device, problem.dtype, pdl=True)
+
+    def __call__(self, a: MoeArguments, out: Tensor) -> None:
+        """The launcher: see `arguments.MoeLauncher`."""
+        p, tokens = self.problem, out.shape[0]
+        parts = -(-tokens // max(1, WORKSPACE_BYTES // (p.top_k * (4 * p.k + 2 * p.n))))
+        step = -(-tokens // parts)
+        if parts == 1:
+            self._run(a, out)
+            return
+        for first in range(0, tokens, step):
+            some = slice(first, first + step)
+            part = replace(a, x=a.x[some], topk_ids=a.topk_ids[some], topk_weights=a.topk_weights[some])
+            self._run(part, out[some])
+
+    def _run(self, a: MoeArguments, out: Tensor) -> None:
+        p, pairs = self.problem, a.topk_ids.numel()
+        routed = self.routing(a.topk_ids, a.expert_map, self._tokens)
+        results = a.topk_weights.new_empty((pairs, p.k))
+        # The first product has read x when the second begins to write: they share memory.
+        x = results.view(-1).view(a.x.dtype)[: pairs * p.k].view(pairs, p.k)
+        factors = a.topk_weights.new_empty(pairs)
+        self.gather(a.x, a.pre_quant_scale, routed, a.topk_weights, x, factors)
+        between = a.x.new_empty((pairs, p.n))
+        self.first(
+            x,
+            a.w13,
+            a.w13_scale_2,
+            routed,
+            between,
+            bias=a.w13_bias,
+            factors=factors if a.weights_on_input else None,
+            vector=a.w2_pre_quant_scale,
+            constants=a.constants,
+        )
+        self.second(
+            between,
+            a.w2,
+            a.w2_scale_2,
+            routed,
+            results,
+            bias=a.w2_bias,
+            pairs=routed.pairs,
+            factors=None if a.weights_on_input else factors,
+        )
+        self.sum(results, a.topk_ids, a.expert_map, p.experts, out)
+
+
+CUTEDSL_MOE: Kernel = CuteDslMoe()
