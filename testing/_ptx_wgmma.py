@@ -14,7 +14,7 @@ from ._ptx_async import LANES, POISON, Asynchronous
 if TYPE_CHECKING:
     from ._ptx_order import Barrier
 
-__all__ = ["Hopper", "tensor_map"]
+__all__ = ["Hopper", "moved_map", "tensor_map"]
 
 Array = NDArray[Any]
 
@@ -28,6 +28,12 @@ MAP_BYTES = 128
 def tensor_map(address: int, rows: int, columns: int, stride: int, box_rows: int) -> bytes:
     """A tensor map as `run` reads it: of 16-bit values, in boxes of 64 columns; `stride` values from row to row."""
     return MAP.pack(address, rows, columns, stride, box_rows).ljust(MAP_BYTES, b"\0")
+
+
+def moved_map(tensor_map: bytes, address: Callable[[int], int]) -> bytes:
+    """The same map of a matrix that lies elsewhere."""
+    pointer, *rest = MAP.unpack(tensor_map[: MAP.size])
+    return MAP.pack(address(pointer), *rest).ljust(MAP_BYTES, b"\0")
 
 
 def swizzled(addresses: Array) -> Array:

@@ -23,9 +23,9 @@ from numpy.typing import NDArray
 from ._ptx_order import Barrier, Order
 from ._ptx_parse import Program, parse
 from ._ptx_warp import LANES, POISON, Warp
-from ._ptx_wgmma import tensor_map
+from ._ptx_wgmma import moved_map, tensor_map
 
-__all__ = ["GlobalMemory", "run", "tensor_map"]
+__all__ = ["GlobalMemory", "moved_map", "run", "tensor_map"]
 
 BASE = 1 << 32  # an address that does not fit in 32 bits
 ALIGN = 256  # of buffers, and at least as much between them

@@ -1,10 +1,13 @@
-"""Launchers of CUDA C++ kernels on tensors in CPU memory, whose PTX runs on NumPy: a whole chain without a GPU."""
+"""Launchers of CUDA kernels on tensors in CPU memory, whose PTX runs on NumPy: a whole chain without a GPU.
+
+Those of CuTe DSL too, if it is installed.
+"""
 
 from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
@@ -12,11 +15,13 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from ..kernels import cutedsl
 from ..kernels.cuda import compile as cuda
 from ..kernels.cuda import program_cache
 from ..kernels.cuda.launch import CudaLaunch
+from ..kernels.cuda.tensor_map import TensorMaps
 from . import ptx
-from .ptx_of import Changes, ptx_of
+from .ptx_of import Changes, ptx_of, ptx_of_cutedsl
 
 __all__ = ["simulated"]
 
@@ -80,12 +85,12 @@ def simulated(
             assert pointer < start + storages[start].untyped_storage().nbytes(), "a pointer to unknown memory"
             return places[start] + pointer - start
 
-        (fields,) = self._parameters
-        codes = [code for count, code in _FIELDS.findall(fields) for _ in range(int(count or 1))]
-        given = [address(value) if code == "P" else value for code, value in zip(codes, values, strict=True)]
+        rest = iter(values)
+        packed = [_pack(fields, rest, address) for fields in self._parameters]
+        assert next(rest, None) is None, "more values than fields"
         ptx.run(
             self.compiled.cubin.decode(),
-            [struct.pack(f"@{fields}", *given)],
+            packed,
             memory,
             grid=(grid_x, grid_y, grid_z),
             threads=self.block,
@@ -107,10 +112,33 @@ def simulated(
         stack.enter_context(patch(torch, "zeros", counted))
         stack.enter_context(patch(torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True))
         stack.enter_context(patch(cuda, "_compile", compiled))
+        stack.enter_context(patch(cutedsl, "_compile", ptx_of_cutedsl))
+        stack.enter_context(patch(cutedsl, "read_cubin", _as_compiled))
+        stack.enter_context(patch(TensorMaps, "_encode", _encode))
         stack.enter_context(patch(program_cache, "load", lambda key: None))
         stack.enter_context(patch(program_cache, "save", lambda key, content: None))
         stack.enter_context(patch(CudaLaunch, "launch", launch))
         yield launched
+
+
+def _pack(fields: str, values: Iterator[Any], address: Callable[[int], int]) -> bytes:
+    """One parameter: the next values, with pointers and those in tensor maps as the simulated memory has them."""
+    given = []
+    for count, code in _FIELDS.findall(fields):
+        for _ in range(1 if code == "s" else int(count or 1)):
+            value = next(values)
+            if code == "s":
+                value = ptx.moved_map(value, address)
+            given.append(address(value) if code == "P" else value)
+    return struct.pack(f"@{fields}", *given)
+
+
+def _encode(self: TensorMaps, pointer: int, rows: int, columns: int, stride: int) -> bytes:
+    return ptx.tensor_map(pointer, rows, columns, stride, self._box[1])
+
+
+def _as_compiled(text: bytes, arch: str) -> cuda.Compiled:
+    return cuda.Compiled(cubin=text, entry="", arch=arch, **_FACTS)
 
 
 def _content(tensor: Tensor) -> Any:

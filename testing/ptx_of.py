@@ -1,16 +1,17 @@
-"""The PTX that NVRTC makes of a CUDA source, for `testing.ptx`."""
+"""The PTX that NVRTC makes of a CUDA source, or CuTe DSL of a kernel, for `testing.ptx`."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ..kernels.cuda.compile import cuda_sources, known_architecture
 
-__all__ = ["ptx_of"]
+__all__ = ["ptx_of", "ptx_of_cutedsl"]
 
 Changes = tuple[tuple[str, str], ...]
 
@@ -46,6 +47,22 @@ def _ptx_of(source: Path, capability: tuple[int, int], defines: tuple[tuple[str,
     text = bytearray(_call(nvrtc.nvrtcGetPTXSize, program)[0])
     _call(nvrtc.nvrtcGetPTX, program, text)
     return text.rstrip(b"\0").decode()
+
+
+_cutedsl: dict[tuple[str, str], bytes] = {}  # by what `compile_cutedsl` knows a kernel by
+
+
+def ptx_of_cutedsl(make: Callable[[], tuple[Any, tuple[Any, ...]]], arch: str, key: str) -> bytes:
+    """PTX of what `make` returns: see `kernels.cutedsl.compile_cutedsl`."""
+    found = _cutedsl.get((arch, key))
+    if found is None:
+        cute = importlib.import_module("cutlass.cute")
+        function, arguments = make()
+        with tempfile.TemporaryDirectory() as folder:
+            options = f"--gpu-arch {arch} --keep-ptx --dump-dir={folder}"
+            found = cute.compile(function, *arguments, options=options).artifacts.PTX.encode()
+        _cutedsl[arch, key] = found
+    return found
 
 
 def _call(function: Any, *arguments: Any) -> tuple[Any, ...]:
