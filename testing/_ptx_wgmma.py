@@ -38,7 +38,7 @@ def moved_map(tensor_map: bytes, address: Callable[[int], int]) -> bytes:
 
 def swizzled(addresses: Array) -> Array:
     """Where bytes lie that would lie at these addresses without the swizzle."""
-    return addresses ^ ((addresses >> 7 & 7) << 4)
+    return np.asarray(addresses ^ ((addresses >> 7 & 7) << 4))
 
 
 class Hopper(Asynchronous):

@@ -19,7 +19,7 @@ from ._cutedsl_experts.shape import ExpertShape
 __all__ = ["CuteDslExpertsConfig", "Size", "best", "is_valid", "predicted_us", "shapes", "sizes", "space", "supports"]
 
 # Rows of x in a tile, and into how many pieces it may be cut: the last tile of an expert is seldom full.
-PIECES = {16: (1,), 32: (1, 2), 48: (1, 3), 64: (1, 2, 4), 96: (2,), 128: (2, 4), 192: (4,), 256: (4,)}
+PIECES = {16: (1,), 32: (1, 2), 48: (3,), 64: (2, 4), 96: (2,), 128: (2, 4), 192: (4,), 256: (4,)}
 TILES = ((64, 1), (128, 1), (128, 2), (256, 2))  # rows of W and the warpgroups that share them
 STAGES = (3, 4, 5, 6, 8)
 MANY = 256  # rows per expert, above which tiles are all but full
@@ -120,6 +120,8 @@ def is_valid(device: Device, problem: Problem, config: CuteDslExpertsConfig, m: 
         return Verdict.no(f"tiles of {c.tokens} rows are small where an expert has {rows:.1f} in the mean")
     if c.schedule != "each" and (c.schedule == "ends-prefetch") != (c.tokens > RING_TOKENS):
         return Verdict.no(f"schedule {c.schedule!r} gains nothing with {c.tokens} tokens")
+    if c.tokens <= RING_TOKENS and c.stages % 2 and c.stages > 3:
+        return Verdict.no(f"{c.stages} stages are between two other choices")
     for shape in shapes(problem, c):
         if not (verdict := fits(device, shape)):
             return verdict

@@ -52,7 +52,7 @@ class CudaGather:
         out: Tensor,
         factors: Tensor,
     ) -> None:
-        """out[i] = rounded x[pairs[i] / top_k] * pre_quant_scale and factors[i] = router[pairs[i]] of all that have one.
+        """out[i] = rounded x[pairs[i] / top_k] * pre_quant_scale, factors[i] = router[pairs[i]], for all sorted pairs.
 
         x [T, K] may have any strides between rows; K is a multiple of 8, and out [T * top_k, K] contiguous. router is
         float32 [T, top_k], factors float32 [T * top_k].

@@ -11,10 +11,9 @@ from cutlass import Float32, Int32, const_expr
 from cutlass.cute.nvgpu import warpgroup
 
 from .decode import decode
-from .epilogue import Epilogue
 from .ptx import arrive_if
 from .shape import BLOCK_BYTES, WARPGROUP, Shape
-from .work import Ring, Work, advance, element
+from .work import Ring, advance, element
 
 BLOCK_WORDS = BLOCK_BYTES // 4
 SUBTILE_WORDS = BLOCK_WORDS // 4  # 16 rows, one warp's
@@ -24,7 +23,11 @@ SCALE_WORDS = 128  # where a subtile's scales start
 class Consumer:
     """One thread's view of the ring and its registers."""
 
-    def __init__(self, shape: Shape, ring: Ring, work: Work, warp: Int32, tiled_mma: Any, epilogue: Epilogue) -> None:
+    shape: Any
+    work: Any
+    epilogue: Any
+
+    def __init__(self, shape: Shape, ring: Ring, work: Any, warp: Int32, tiled_mma: Any, epilogue: Any) -> None:
         self.shape, self.work, self.tiled_mma, self.epilogue = shape, work, tiled_mma, epilogue
         self.bars = ring.bars
         thread, _, _ = cute.arch.thread_idx()

@@ -9,7 +9,7 @@ from cutlass import Int32, Int64, const_expr
 from . import ptx
 from .decode import UNSCALE
 from .shape import BLOCK, WARPGROUP, Shape
-from .work import Ring, Work
+from .work import Ring
 
 VALUE_BYTES = 2  # of out
 ROW_BYTES = BLOCK * VALUE_BYTES  # of a token in a chunk
@@ -20,11 +20,14 @@ FIRST_BARRIER = 1  # of hardware barriers: one per warpgroup
 class Epilogue:
     """One thread's view of what follows the multiplication."""
 
+    shape: Any
+    work: Any
+
     def __init__(
         self,
         shape: Shape,
         ring: Ring,
-        work: Work,
+        work: Any,
         warp: Int32,
         out: Int64,
         global_scale: Int64,

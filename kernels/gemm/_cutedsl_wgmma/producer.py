@@ -15,6 +15,9 @@ from .work import Ring, Work, advance
 class Producer:
     """One warp's view of the ring and of global memory."""
 
+    shape: Any
+    work: Any
+
     def __init__(self, shape: Shape, ring: Ring, work: Work, x_copy: Any, x: Any, weight: Int64) -> None:
         self.shape, self.work = shape, work
         self.x_copy, self.weight = x_copy, weight

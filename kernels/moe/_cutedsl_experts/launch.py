@@ -138,11 +138,8 @@ def source_files() -> tuple[Path, ...]:
     """Device code with its pure arithmetic; not the launchers."""
     own = Path(__file__).parent
     shared = own.parents[1] / "gemm" / "_cutedsl_wgmma"
-    return tuple(
-        sorted(
-            path for folder in (own, shared) for path in folder.glob("*.py") if path.stem not in ("__init__", "launch")
-        )
-    )
+    files = (path for folder in (own, shared) for path in sorted(folder.glob("*.py")))
+    return tuple(path for path in files if path.stem not in ("__init__", "launch"))
 
 
 def arguments(shape: ExpertShape) -> tuple[Any, tuple[Any, ...]]:

@@ -10,6 +10,7 @@ __all__ = ["RESULTS", "ExpertShape"]
 
 RESULTS = ("out", "activated", "summand")
 LIST_BYTES = 8  # per token: its pair and its factor
+LIST_REGISTERS = 20  # that ptxas was seen to add for tiles from a list: its next entry, more addresses, tokens' factors
 PADDED_ROW_BYTES = 272  # of 64 float32 of a token: 16 more, so that no two threads of a warp meet in a bank
 
 
@@ -46,3 +47,9 @@ class ExpertShape(Shape):
     def out_bytes(self) -> int:
         """Of a warpgroup on the way out: chunks, and the list of tokens."""
         return self.chunks * self.chunk_bytes + self.tokens * LIST_BYTES
+
+    @property
+    def needed_registers(self) -> int:
+        """As in `Shape`, and what lists take."""
+        base: int = Shape.needed_registers.__get__(self)
+        return base + LIST_REGISTERS

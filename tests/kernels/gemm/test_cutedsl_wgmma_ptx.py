@@ -1,4 +1,4 @@
-"""`cutedsl_wgmma` run on NumPy: the PTX that CuTe DSL makes, through the launcher, on inputs with every kind of tail."""
+"""`cutedsl_wgmma` run on NumPy: the PTX of CuTe DSL, through the launcher, on inputs with every kind of tail."""
 
 import tempfile
 from functools import cache
@@ -45,7 +45,7 @@ def simulate(monkeypatch):
         weight, _, global_scale, bias, _ = case.arguments
         out = torch.full((m, problem.n), torch.nan, dtype=case.x.dtype)
         launcher = KERNEL.build(CARD, problem, config)
-        shape, (blocks, floats, flags) = launcher.shape, launcher.grid(m)
+        shape, (_, floats, flags) = launcher.shape, launcher.grid(m)
         monkeypatch.setattr(
             module.TensorMaps, "get", lambda self, address, *matrix: (address, *matrix, shape.tokens // shape.multicast)
         )
