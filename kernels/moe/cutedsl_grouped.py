@@ -103,4 +103,4 @@ class _Launch:
         self.product(x, weight, global_scale, tiles, out)
 
 
-CUTEDSL_GROUPED: Kernel = CuteDslGrouped()
+KERNEL: Kernel = CuteDslGrouped()

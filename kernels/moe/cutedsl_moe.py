@@ -114,4 +114,4 @@ class _Launch:
         self.sum(results, a.topk_ids, a.expert_map, p.experts, out)
 
 
-CUTEDSL_MOE: Kernel = CuteDslMoe()
+KERNEL: Kernel = CuteDslMoe()

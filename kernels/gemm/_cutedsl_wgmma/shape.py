@@ -122,6 +122,11 @@ class Shape:
         return self.own_blocks * (self.tokens // 2 + fragments + held) + 44
 
     @property
+    def producer_registers(self) -> int:
+        """After setmaxnreg."""
+        return PRODUCER_REGISTERS
+
+    @property
     def consumer_registers(self) -> int:
         """After setmaxnreg; 0 where the launch gives enough.
 
@@ -129,7 +134,7 @@ class Shape:
         """
         if self.needed_registers <= self.launch_registers:
             return 0
-        spare = self.launch_registers * (self.warpgroups + 1) - PRODUCER_REGISTERS
+        spare = self.launch_registers * (self.warpgroups + 1) - self.producer_registers
         return min(spare // self.warpgroups // 8 * 8, 240)
 
     # ---- the order of decoding and waiting ----

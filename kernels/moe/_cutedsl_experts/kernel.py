@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from ...gemm._cutedsl_wgmma.kernel import READY_BARRIER
-from ...gemm._cutedsl_wgmma.shape import PRODUCER_REGISTERS, WARPGROUP
+from ...gemm._cutedsl_wgmma.shape import WARPGROUP
 from ...gemm._cutedsl_wgmma.work import Ring, x_layout
 from .consumer import ExpertConsumer
 from .epilogue import ExpertEpilogue
@@ -89,7 +89,7 @@ class Product:
         work = ExpertWork(c, tiles, count, n, blocks, k_blocks, band)
         if warp >= producer_warp:
             if const_expr(c.consumer_registers):
-                cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
+                cute.arch.setmaxregister_decrease(c.producer_registers)
             if warp == producer_warp:
                 ExpertProducer(c, ring, work, x_copy, weight).run()
         else:
