@@ -133,6 +133,7 @@ def rows_of(shape: Shape, options: argparse.Namespace, place: torch.device, time
             kind: [partial(block, x) for block in some] for kind, some in blocks.items()
         }
         row: dict[str, Any] = {"batch": batch, "copies": copies, "relative_error": round(error, 5)}
+        row["layouts"] = sorted({weight.layout for weight in blocks["nvfp4"][0].weights()})
         row |= measure(timer, kinds, options.rounds, idle=place.type == "cuda")
         row["speedup"] = round(row["bf16_us"] / row["nvfp4_us"], 3)
         row["touched_bytes"] = shape.touched_bytes(batch)

@@ -134,6 +134,7 @@ class Block:
         self.unit = torch.ones(shape.head_dim, dtype=dtype, device=self.norms.device)
         self.cache = self.cos = self.sin = self.norms
         self.routing: Routing | None = None
+        self.modules: list[nvfp4.nn.Linear | nvfp4.nn.FusedMoE] = []
 
     def remember(self, cache: Tensor) -> None:
         """Keys and values [2, B, kv_heads, length, head_dim], of which the last are those of this step."""
@@ -141,6 +142,13 @@ class Block:
         half = torch.arange(0, self.shape.head_dim, 2, device=cache.device) / self.shape.head_dim
         angles = (cache.shape[3] - 1) * 10_000.0**-half
         self.cos, self.sin = angles.cos().to(cache.dtype), angles.sin().to(cache.dtype)
+
+    def weights(self) -> list[nvfp4.Weight]:
+        """Those in NVFP4."""
+        found: list[nvfp4.Weight] = []
+        for module in self.modules:
+            found += module.packed if isinstance(module, nvfp4.nn.FusedMoE) else [module.packed]
+        return found
 
     def __call__(self, x: Tensor, routing: Routing | None = None) -> Tensor:
         """A step; `routing` replaces what the router would say."""
@@ -180,15 +188,19 @@ def gated(y: Tensor) -> Tensor:
 def as_nvfp4(shape: Shape, source: Source) -> Block:
     """With the modules of this package; every tensor is its own."""
     linears = {name: _linear(*one) for name, one in source.matrices.items() if one[0].ndim == 2}
+    modules: list[nvfp4.nn.Linear | nvfp4.nn.FusedMoE] = [*linears.values()]
     if shape.experts:
-        mlp: Callable[..., Tensor] = _experts(shape, source)
+        modules.append(experts := _experts(shape, source))
+        mlp: Callable[..., Tensor] = experts
     else:
         gate_up, down = linears["gate_up"], linears["down"]
 
         def mlp(h: Tensor) -> Tensor:
             return down(gated(gate_up(h)))
 
-    return Block(shape, source, torch.bfloat16, linears["qkv"], linears["o"], mlp)
+    made = Block(shape, source, torch.bfloat16, linears["qkv"], linears["o"], mlp)
+    made.modules = modules
+    return made
 
 
 def _linear(codes: Tensor, scale: Tensor, factor: Tensor) -> nvfp4.nn.Linear:
@@ -214,7 +226,9 @@ def _experts(shape: Shape, source: Source) -> nvfp4.nn.FusedMoE:
             w2_pre_quant_scale=None,
             experts=range(shape.experts),
             gated=True,
-        )
+        ),
+        top_k=shape.top_k,
+        keep_checkpoint=False,
     )
 
 
