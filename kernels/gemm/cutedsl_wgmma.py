@@ -41,6 +41,7 @@ TILES = ((64, 1), (128, 1), (128, 2), (192, 3), (256, 2), (256, 4))
 # took 23.9, 22.5, 22.8, 23.6, 25.0, 27.5 us; H200, the prototype of this kernel).
 RING_BYTES = (40 << 10, 112 << 10)
 RING_TOKENS = 64  # up to here that holds
+INSTRUCTION_REGISTERS = 30  # beside one wgmma's sums: ptxas refuses what does not fit those a block starts with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +185,10 @@ def fits(device: Device, shape: Shape) -> Verdict:
         return Verdict.no(f"needs {c.smem_bytes} bytes of shared memory, {c.blocks_per_sm} blocks have {room} each")
     if (need := c.needed_registers) > (c.consumer_registers or c.launch_registers):
         return Verdict.no(f"needs {need} registers a thread, and there are {c.consumer_registers}")
-    if c.blocks_per_sm > 1 and c.tokens > RING_TOKENS:
-        return Verdict.no(f"one block fills a multiprocessor with {c.tokens} tokens")
+    if (need := c.tokens // 2 + INSTRUCTION_REGISTERS) > c.launch_registers:
+        return Verdict.no(f"one wgmma needs {need} registers a thread, blocks start with {c.launch_registers}")
+    if c.blocks_per_sm > 1 and c.tokens > RING_TOKENS and c.warpgroups > 1:
+        return Verdict.no(f"one block fills a multiprocessor with {c.tokens} tokens")  # but for one warpgroup each
     in_flight = c.stages * (c.x_bytes + c.weight_bytes)
     if c.tokens <= RING_TOKENS and not RING_BYTES[0] <= in_flight * c.blocks_per_sm <= RING_BYTES[1]:
         return Verdict.no(f"{in_flight} bytes in flight per block are too few or too many")
