@@ -236,7 +236,8 @@ class Bench:
 
 def reraise_if_fatal(error: Exception) -> None:
     """What breaks a capture, or the device, leaves a process in which nothing can be timed."""
-    if isinstance(error, CaptureError) or "CUDA error" in str(error) or (isinstance(error, Wrong) and error.tainted):
+    lost = any(words in str(error) for words in ("CUDA error", "CUDA_ERROR_ILLEGAL", "CUDA_ERROR_LAUNCH_FAILED"))
+    if isinstance(error, CaptureError) or lost or (isinstance(error, Wrong) and error.tainted):
         raise error
 
 
