@@ -1,8 +1,6 @@
 """`marlin` run on NumPy: the PTX that NVRTC makes, through the launcher: results, addresses, and what orders copies."""
 
-import importlib
 import struct
-from functools import cache
 
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from nvfp4.kernels.gemm import marlin
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing import ptx
 from nvfp4.testing.gemm import GemmCase
+from nvfp4.testing.ptx_of import ptx_of
 
 SMEM_BYTES = {(8, 0): 166912, (9, 0): 232448, (10, 0): 232448}
 FIELDS = "<8QQ5I4x"  # struct Args
@@ -21,31 +20,6 @@ def card(capability):
     return Device(kind="cuda", name="card", capability=capability, units=8, smem_bytes=SMEM_BYTES[capability])
 
 
-def call(function, *arguments):
-    status, *values = function(*arguments)
-    assert not int(status), status
-    return values
-
-
-@cache
-def ptx_of(capability, defines, changes=()):
-    """With these replacements in the source, each of which must be found."""
-    nvrtc = importlib.import_module("cuda.bindings.nvrtc")
-    source = marlin.SOURCE.read_text()
-    for old, new in changes:
-        assert source.count(old) == 1, f"not in the source: {old}"
-        source = source.replace(old, new)
-    head = "".join(f"#define {name} {value}\n" for name, value in defines)
-    (program,) = call(nvrtc.nvrtcCreateProgram, (head + source).encode(), b"marlin.cu", 0, [], [])
-    places = {path.parent for path in cuda.cuda_sources(marlin.SOURCE)}
-    options = [f"--gpu-architecture={cuda.known_architecture(capability)}", "--std=c++17"]
-    options += [f"--include-path={place}" for place in places]
-    call(nvrtc.nvrtcCompileProgram, program, len(options), [option.encode() for option in options])
-    text = bytearray(call(nvrtc.nvrtcGetPTXSize, program)[0])
-    call(nvrtc.nvrtcGetPTX, program, text)
-    return text.rstrip(b"\0").decode()
-
-
 @pytest.fixture
 def simulate(monkeypatch):
     """Runs a config and returns out; x, weights and so on are copied into memory with gaps, workspaces are NaNs."""
@@ -53,7 +27,7 @@ def simulate(monkeypatch):
     facts = {"registers": 1, "spill_bytes": 0, "stack_bytes": 0, "static_smem_bytes": 0}
 
     def compiled(source, capability, *, entry, defines):
-        made.append((capability, tuple(defines.items())))
+        made.append((source, capability, defines))
         return cuda.Compiled(cubin=b"", entry=entry, arch="", **facts)
 
     monkeypatch.setattr(marlin, "compile_cuda", compiled)
@@ -164,7 +138,7 @@ X_FULL = "if (SHARED_X) barrier_wait(x_full + x_slot * 8, x_parity);"
 FULL = "barrier_wait(bar, parity);"
 WARP = "__syncwarp();\n            "
 RETURNED = "const bool returned = __all_sync(0xffffffffu, (loaded & never) == 0);"
-MEET = "if (SHARED_X) __syncthreads();"
+MEET = "if (SHARED_X || C::gather) __syncthreads();"
 FAULTS = {
     "x is refilled without a wait": (SHARED, (X_FREE, "")),
     "x is refilled after a wait for the phase before": (

@@ -1,8 +1,15 @@
-// What `marlin` moves and where: its config, the arguments, the plan of shared memory, and the copies of weights and x.
+// What `marlin` and its kin for experts move and where: the config, the plan of shared memory, the copies of weights and x.
 #pragma once
 #include "fragment.cuh"
 
-// What the config decides; the launcher defines all of it. marlin.py's is_valid states the same limits.
+#ifndef GATHER
+#define GATHER 0
+#endif
+#ifndef OWN_BYTES
+#define OWN_BYTES 0  // of shared memory that a kernel needs besides
+#endif
+
+// What the config decides; the launcher defines all of it. The kernel's is_valid states the same limits.
 struct Config {
     static constexpr int tokens = TOKENS;            // a tile's, a multiple of 8
     static constexpr int subtiles = SUBTILES;        // of 16 rows, a warp's
@@ -15,6 +22,7 @@ struct Config {
     static constexpr bool bulk = BULK;               // bulk copies, else 16 bytes a thread
     static constexpr bool k_tail = K_TAIL;           // K is no multiple of 64
     static constexpr bool scaled = PRE_QUANT_SCALE;  // x is multiplied by a vector over K
+    static constexpr bool gather = GATHER;           // rows of x lie anywhere, else at equal distances
 };
 using C = Config;
 
@@ -29,21 +37,6 @@ using Type = Fp16;
 #else
 using Type = Bf16;
 #endif
-
-struct Args {
-    const u8* weight;            // [Np/64, Kp/64, 2304]
-    const u16* x;                // [M, K], rows x_stride elements apart
-    u16* out;                    // [M, N]
-    const float* global_scale;   // [1] or [N]
-    const void* bias;            // [N]: see bias_kind
-    const u16* pre_quant_scale;  // [K]
-    float* partial;              // [token tiles, row tiles, SPLIT, TOKENS, rows of a tile]: only without a cluster
-    u32* counters;               // [token tiles, row tiles], zero
-    u64 x_stride;
-    u32 m, n, k;
-    u32 scale_stride;            // 0 or 1
-    u32 bias_kind;               // 0: none, 1: x's type, 2: float
-};
 
 constexpr int WARPS = C::row_groups * C::k_groups, THREADS = WARPS * 32;
 constexpr int WARP_ROWS = C::subtiles * 16, ROWS = C::row_groups * WARP_ROWS;
@@ -67,8 +60,9 @@ constexpr int RECEIVE_BYTES = C::split > 1 && C::through_cluster ? C::tokens * R
 constexpr int EDGE_OFFSET = RECEIVE_OFFSET + RECEIVE_BYTES;  // global scale and bias of the tile's rows
 constexpr int BARRIER_OFFSET = EDGE_OFFSET + 2 * ROWS * 4;
 constexpr int BARRIERS = WARPS * C::stages + (SHARED_X ? 2 * C::k_groups * X_STAGES : 0) + 1;
-constexpr int SMEM_BYTES = BARRIER_OFFSET + BARRIERS * 8;
-static_assert(SMEM_BYTES == EXPECTED_SMEM_BYTES, "marlin.py predicts another size of shared memory");
+constexpr int OWN_OFFSET = BARRIER_OFFSET + BARRIERS * 8;
+constexpr int SMEM_BYTES = OWN_OFFSET + OWN_BYTES;
+static_assert(SMEM_BYTES == EXPECTED_SMEM_BYTES, "the launcher predicts another size of shared memory");
 static_assert(RING_BYTES % 16 == 0 && X_STAGE_BYTES % 16 == 0, "copies write 16 bytes at a time");
 static_assert(C::chunk <= 4 && (C::chunk & (C::chunk - 1)) == 0, "a warp's lanes cover whole rows of x");
 static_assert(!(C::split > 1 && C::through_cluster) || ROWS % (4 * C::split) == 0, "ranks own whole float4s");
@@ -83,12 +77,13 @@ struct Weights {
     const u8* run[C::subtiles / GROUP];  // of the next stage, per group of subtiles
     u32 lane;
 
-    DEVICE void init(Weights& w, const Args& a, u32 first_subtile, u32 first_block, u32 lane) {
-        const u32 last = (a.n + 63) / 64 * 4 - GROUP, k_blocks = (a.k + 63) / 64;
+    // weight is [Np/64, Kp/64, 2304] of n rows and k columns.
+    DEVICE void init(Weights& w, const u8* weight, u32 n, u32 k, u32 first_subtile, u32 first_block, u32 lane) {
+        const u32 last = (n + 63) / 64 * 4 - GROUP, k_blocks = (k + 63) / 64;
 #pragma unroll
         for (int g = 0; g < C::subtiles / GROUP; g++) {
             const u32 s = min(first_subtile + g * GROUP, last);
-            w.run[g] = a.weight + ((u64)(s / 4) * k_blocks + first_block) * BLOCK_BYTES + s % 4 * SUBTILE_BYTES;
+            w.run[g] = weight + ((u64)(s / 4) * k_blocks + first_block) * BLOCK_BYTES + s % 4 * SUBTILE_BYTES;
         }
         w.lane = lane;
     }
@@ -134,19 +129,31 @@ struct X {
     static constexpr int COPIES = (C::tokens + STEP - 1) / STEP;
     static constexpr int ADVANCE = C::k_groups * C::chunk * 64;  // elements from stage to stage
 
-    const u16 *source, *scale;  // this thread's first piece of the next stage
+    const u16 *source, *scale;  // this thread's first piece of the next stage; if rows lie anywhere, of a row at offset 0
     u64 row_step;
     int rows, k_left;           // tokens from its first on; elements from its piece to K, negative when there are none
     u32 target;
+    u32 offset[COPIES];         // of its rows, in pieces
 
-    DEVICE void init(X& x, const Args& a, u32 token, u32 tokens, u32 first_block, u32 thread) {
+    // Rows are x_stride elements apart; vector is [k] or unread.
+    DEVICE void init(X& x, const u16* base, u64 x_stride, const u16* vector, u32 token, u32 tokens, u32 k_size,
+                     u32 first_block, u32 thread) {
         const u32 row = thread / PIECES, column = thread % PIECES * 8, k = first_block * 64 + column;
-        x.source = a.x + (token + row) * a.x_stride + k;
-        x.scale = a.pre_quant_scale + k;
-        x.row_step = a.x_stride * STEP;
+        x.source = base + (token + row) * x_stride + k;
+        x.scale = vector + k;
+        x.row_step = x_stride * STEP;
         x.rows = (int)tokens - (int)row;
-        x.k_left = (int)(a.k - k);
+        x.k_left = (int)(k_size - k);
         x.target = pin(row * X_PITCH + column * 2);
+    }
+
+    // The same where u32 [tokens] in shared memory has the rows' distances from base, in pieces.
+    DEVICE void gather(X& x, const u16* base, u32 offsets, const u16* vector, u32 tokens, u32 k_size, u32 first_block,
+                       u32 thread) {
+        init(x, base, 0, vector, 0, tokens, k_size, first_block, thread);
+#pragma unroll
+        for (int i = 0; i < COPIES; i++)
+            x.offset[i] = i * STEP < x.rows ? load_shared_u32(offsets + (thread / PIECES + i * STEP) * 4) : 0;
     }
 
     DEVICE void copy(const X& x, u32 target, const u16* source) {
@@ -160,8 +167,9 @@ struct X {
         const u16* source = x.source;
 #pragma unroll
         for (int i = 0; i < COPIES; i++) {
+            if constexpr (C::gather) source = x.source + (u64)x.offset[i] * 8;
             if (i * STEP < x.rows) copy(x, slot + x.target + i * (STEP * X_PITCH), source);
-            source += x.row_step;
+            if constexpr (!C::gather) source += x.row_step;
         }
         if constexpr (C::scaled) {
             // The factors are one row more; its pieces are those of the threads that have row 0.
