@@ -45,7 +45,7 @@ def simulated(
     seed, ordered
         As for `ptx.run`.
     changes
-        Replacements in the sources that have the text.
+        Replacements in the source of every kernel that is launched: see `ptx_of`.
 
     Yields
     ------
@@ -55,6 +55,7 @@ def simulated(
     known = list(tensors)
     zeros: list[Tensor] = []
     launched: list[str] = []
+    programs: dict[bytes, Callable[[], str]] = {}
     new_empty, make_zeros = Tensor.new_empty, torch.zeros
 
     def recorded(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -70,9 +71,10 @@ def simulated(
         return made
 
     def compiled(source: Any, arch: str, entry: str, macros: list[tuple[str, int]]) -> cuda.Compiled:
+        key = repr((source, arch, entry, macros)).encode()  # PTX is made of what is launched only
         capability = next(number for number, name in cuda.ARCHITECTURES.items() if name == arch)
-        text = ptx_of(source, capability, dict(macros), changes)
-        return cuda.Compiled(cubin=text.encode(), entry=entry, arch=arch, **_FACTS)
+        programs[key] = lambda: ptx_of(source, capability, dict(macros), changes)
+        return cuda.Compiled(cubin=key, entry=entry, arch=arch, **_FACTS)
 
     def launch(self: CudaLaunch, grid_x: int, grid_y: int, grid_z: int, stream: int, *values: Any) -> None:
         memory, storages = ptx.GlobalMemory(), {tensor.untyped_storage().data_ptr(): tensor for tensor in known}
@@ -89,7 +91,7 @@ def simulated(
         packed = [_pack(fields, rest, address) for fields in self._parameters]
         assert next(rest, None) is None, "more values than fields"
         ptx.run(
-            self.compiled.cubin.decode(),
+            text() if (text := programs.get(self.compiled.cubin)) else self.compiled.cubin.decode(),
             packed,
             memory,
             grid=(grid_x, grid_y, grid_z),
@@ -118,6 +120,7 @@ def simulated(
         stack.enter_context(patch(program_cache, "load", lambda key: None))
         stack.enter_context(patch(program_cache, "save", lambda key, content: None))
         stack.enter_context(patch(CudaLaunch, "launch", launch))
+        stack.enter_context(patch(CudaLaunch, "load", lambda self, index: None))
         yield launched
 
 

@@ -43,7 +43,10 @@ def _ptx_of(source: Path, capability: tuple[int, int], defines: tuple[tuple[str,
     headers = [text.encode() for text in texts.values()], [name.encode() for name in texts]
     (program,) = _call(nvrtc.nvrtcCreateProgram, main.encode(), source.name.encode(), len(texts), *headers)
     options = [f"--gpu-architecture={known_architecture(capability)}".encode(), b"--std=c++17"]
-    _call(nvrtc.nvrtcCompileProgram, program, len(options), options)
+    if int(nvrtc.nvrtcCompileProgram(program, len(options), options)[0]):
+        log = bytearray(_call(nvrtc.nvrtcGetProgramLogSize, program)[0])
+        _call(nvrtc.nvrtcGetProgramLog, program, log)
+        raise AssertionError(log.rstrip(b"\0").decode())
     text = bytearray(_call(nvrtc.nvrtcGetPTXSize, program)[0])
     _call(nvrtc.nvrtcGetPTX, program, text)
     return text.rstrip(b"\0").decode()

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 
 from ..kernel import Config
 from ..problem import Device, Problem, Verdict
-from ..weights.fragment import SUBTILE_BYTES, padded
+from ..weights.fragment import SUBTILE_BYTES, fragment_id, padded
 
 __all__ = [
+    "LAUNCH",
     "MAX_SPLIT",
+    "MHZ",
     "TOKENS",
     "MarlinConfig",
     "blocks_per_sm",
+    "cycles",
     "fits",
+    "macros",
     "predicted_us",
     "register_cap",
     "registers",
@@ -148,6 +152,29 @@ def fits(device: Device, problem: Problem, c: MarlinConfig) -> Verdict:
     return Verdict(True)
 
 
+def macros(
+    device: Device, dtype: str, k: int, c: MarlinConfig, *, scaled: bool, blocks: int, smem_bytes: int
+) -> dict[str, int]:
+    """What the source wants to be told: `blocks` of so much shared memory share a multiprocessor."""
+    return {
+        "TOKENS": c.tokens,
+        "SUBTILES": c.subtiles,
+        "ROW_GROUPS": c.row_groups,
+        "K_GROUPS": c.k_groups,
+        "CHUNK": c.chunk,
+        "STAGES": c.stages,
+        "SPLIT": c.split,
+        "CLUSTER": int(c.split > 1 and c.meet == "cluster"),
+        "BULK": int(c.copy == "bulk"),
+        "K_TAIL": int(k % 64 != 0),
+        "PRE_QUANT_SCALE": int(scaled),
+        "NIBBLES": int(fragment_id(device.capability, dtype) == "fragment1-nib"),
+        "HALF": int(dtype == "float16"),
+        "CTAS_PER_SM": blocks,
+        "EXPECTED_SMEM_BYTES": smem_bytes,
+    }
+
+
 # Fitted to 15,000 measurements on an H200 (2026-11; 489 shapes of 0.6 to 800 MB, M = 1 to 64; bench/results has them).
 # Where many configs were measured, the one it ranks first was 4 % slower than the best in the mean, 18 % at worst; its
 # microseconds are off by 12 % in the mean. In cycles of a multiprocessor.
@@ -164,9 +191,23 @@ LAUNCH = 4690  # cycles from the kernel before to the first weights, and from th
 
 def predicted_us(device: Device, problem: Problem, c: MarlinConfig, m: int) -> float:
     """Microseconds; what `default_config` compares. On other devices than an H200 only the order means something."""
-    grid, chunks = row_tiles(problem, c) * c.split, padded(problem.k) // 64 // c.chunk
-    blocks = -(-grid // device.units)  # that the busiest multiprocessor runs, and so many of them at a time:
-    together = min(blocks, MAX_BLOCKS)
+    grid = row_tiles(problem, c) * c.split
+    blocks = -(-grid // device.units)
+    spent = cycles(device, c, k=problem.k, m=m, grid=grid, blocks=blocks, together=min(blocks, MAX_BLOCKS))
+    return (spent + LAUNCH) / MHZ
+
+
+def cycles(device: Device, c: MarlinConfig, *, k: int, m: float, grid: float, blocks: float, together: int) -> float:
+    """Of the busiest multiprocessor.
+
+    Parameters
+    ----------
+    k, m
+        Columns of the weight; rows of x that a tile really has.
+    grid, blocks, together
+        Blocks, those that this multiprocessor runs, and how many of these at a time.
+    """
+    chunks = padded(k) // 64 // c.chunk
     steps = -(-chunks // c.split) * c.chunk  # blocks of 64 along K
     warp_steps = -(-chunks // (c.split * c.k_groups)) * c.chunk
     token_tiles = c.tokens // 8
@@ -178,15 +219,15 @@ def predicted_us(device: Device, problem: Problem, c: MarlinConfig, m: int) -> f
     compute = max(
         work * instructions / ISSUE, work * c.subtiles * 32 * token_tiles / MMA, warp_steps * instructions * ALONE
     )
-    cycles = max(load, compute) + UNHIDDEN * min(load, compute)
+    spent = max(load, compute) + UNHIDDEN * min(load, compute)
 
     in_flight = together * c.warps * c.stages * c.chunk * c.subtiles * SUBTILE_BYTES
-    cycles *= 1 + SHALLOW_COST * max(0.0, SHALLOW / in_flight - 1)
-    cycles *= 1 + NARROW_WARP * (c.subtiles == 1) + MANY_GROUPS * (c.row_groups > 4)
-    cycles += TAIL * instructions * c.chunk * max(1.0, min(c.warps * together / 4, 4.0))
-    cycles += MERGE * m * c.rows * c.k_groups / c.threads + NEXT_BLOCK * (together - 1)
+    spent *= 1 + SHALLOW_COST * max(0.0, SHALLOW / in_flight - 1)
+    spent *= 1 + NARROW_WARP * (c.subtiles == 1) + MANY_GROUPS * (c.row_groups > 4)
+    spent += TAIL * instructions * c.chunk * max(1.0, min(c.warps * together / 4, 4.0))
+    spent += MERGE * m * c.rows * c.k_groups / c.threads + NEXT_BLOCK * (together - 1)
     if c.split > 1 and c.meet == "memory":
-        cycles += MEMORY
+        spent += MEMORY
     elif c.split > 1:
-        cycles += (CLUSTER + LARGER_CLUSTER * math.log2(c.split / 2)) * min(blocks, 8)
-    return (cycles + LAUNCH) / MHZ
+        spent += (CLUSTER + LARGER_CLUSTER * math.log2(c.split / 2)) * min(blocks, 8)
+    return spent

@@ -75,6 +75,11 @@ class CudaRouting:
             pdl=dependent_launches(),
         )
 
+    def load(self, index: int) -> None:
+        """Onto a device, both kernels."""
+        for launch in (self._route, self._groups):
+            launch.load(index)
+
     def __call__(self, topk_ids: Tensor, expert_map: Tensor | None, tile_rows: int) -> Routed:
         """Sort pairs by expert, and cut each expert's into tiles of at most tile_rows.
 
