@@ -195,7 +195,7 @@ def test_two_streams_at_once():
 @pytest.mark.parametrize("m", [4, 40])
 def test_weights_beyond_32_bits(m):
     """The last expert lies above 2^31 bytes; a copy of the first, it gives the same bits."""
-    experts, inter, hidden = 500, 1536, 3584
+    experts, inter, hidden = 750, 1536, 3584
     problem = Problem(op="moe", n=inter, k=hidden, experts=experts, top_k=1, activation="swiglu")
     kernel, device = kernel_of(problem), describe("cuda")
     if torch.cuda.get_device_properties(0).total_memory < 60 << 30:

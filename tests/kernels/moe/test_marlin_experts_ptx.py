@@ -65,8 +65,8 @@ MOES = [
         for i, name in enumerate(GIVEN)
     ),
     # more than 32 pairs without a routing; int64 ids; K split in clusters
-    ((9, 0), moe("swiglu", top_k=4, hidden=496), 11, config(8, ("2x1x4x2x2", 1), SMALL), 5, DIRECT),
-    ((9, 0), moe("swiglu", top_k=4, hidden=512), 9, config(8, ("4x1x4x1x2", 2), SMALL), 1, DIRECT),
+    ((9, 0), moe("swiglu", experts=3, top_k=4, hidden=496), 9, config(8, ("2x1x4x2x2", 1), SMALL), 5, DIRECT),
+    ((9, 0), moe("swiglu", experts=3, top_k=4, hidden=512), 9, config(8, ("4x1x4x1x2", 2), SMALL), 1, DIRECT),
     ((9, 0), moe("relu2", "float16", inter=272), 5, config(8, SMALL, ("4x2x2x1x3", 2)), 8, DIRECT),
     ((9, 0), moe("relu2", hidden=464), 4, config(8, ("2x4x2x1x3", 4), SMALL), 24, DIRECT),
     # an expert with several tiles, found by the ids, and from the list
@@ -78,7 +78,7 @@ MOES = [
     # copies by all lanes; K split through memory
     ((8, 0), moe("swiglu", experts=4, hidden=528), 7, config(8, ("4x1x4x1x2", 2), SMALL), 19, DIRECT),
     ((8, 0), moe("relu2", "float16", experts=4, hidden=272), 33, config(16, ("4x2x2x1x3", 2), SMALL), 30, SORTED),
-    ((8, 0), moe("situ", experts=9, inter=272, hidden=64), 33, config(8, SMALL, ("4x1x4x1x3", 1)), 22, SORTED),
+    ((8, 0), moe("situ", experts=4, inter=208, hidden=64), 33, config(8, SMALL, ("4x1x4x1x3", 1)), 22, SORTED),
     # converted by hardware
     ((10, 0), moe("swiglu", experts=4, hidden=144), 5, config(8, SMALL, SMALL), 31, DIRECT),
     ((10, 0), moe("geglu_tanh", "float16", experts=3, top_k=3), 25, config(16, SMALL, SMALL), 29, SORTED),
