@@ -32,9 +32,9 @@ test: pytest interpreter lint wheel
 pytest: $(INSTALLED)
 	$(BIN)/pytest -n $(WORKERS)
 
-# Kernels are decorated when they are imported, so the interpreter needs a process of its own.
+# Kernels are decorated when they are imported, so the interpreter needs a process of its own; only for files that ask.
 interpreter: $(INSTALLED)
-	TRITON_INTERPRET=1 $(BIN)/pytest -n $(WORKERS) tests/kernels
+	TRITON_INTERPRET=1 $(BIN)/pytest -n $(WORKERS) $$(grep -rlE 'INTERPRET|interpreting' tests/kernels --include='test_*.py')
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
