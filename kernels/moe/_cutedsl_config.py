@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ..gemm.cutedsl_wgmma import RING_TOKENS, fits
@@ -22,14 +22,17 @@ __all__ = ["CuteDslExpertsConfig", "Size", "best", "is_valid", "predicted_us", "
 PIECES = {16: (1,), 32: (1, 2), 48: (3,), 64: (2, 4), 96: (2,), 128: (2, 4), 192: (4,), 256: (4,)}
 TILES = ((64, 1), (128, 1), (128, 2), (256, 2))  # rows of W and the warpgroups that share them
 STAGES = (3, 4, 5, 6, 8)
+BETWEEN_STAGES = 5  # which only large tiles need
 MANY = 256  # rows per expert, above which tiles are all but full
 BYTES_PER_WEIGHT = 0.5625
 
-# For `predicted_us`, by which configs are only ranked. The two rates of memory are measured (NVIDIA H200), the cycles
-# are counted: of a warpgroup's step of 64 rows and 16 k wgmma takes half as many as it has tokens, decoding its issue.
+# For `predicted_us`, by which configs are only ranked. Memory's rate and that of large tiles of `cutedsl_wgmma` are
+# measured (NVIDIA H200, 2026-11: 820 TFLOP/s with 256 tokens, 720 with 128), L2's is an estimate. Cycles are counted: a
+# step of 64 rows and 16 k takes half as many as it has tokens and some more, and its decoding what it has instructions.
 CLOCK_MHZ = 1700.0
 MEMORY_BYTES_PER_US = 4.2e6
-L2_BYTES_PER_US = 5.5e6
+L2_BYTES_PER_US = 6.5e6
+STEP_CYCLES = 16.0
 DECODE_CYCLES = 26.0
 ITEM_CYCLES = 700.0  # between two tiles of a block
 STORE_CYCLES = 6.0  # per token and 64 rows on the way out
@@ -120,7 +123,7 @@ def is_valid(device: Device, problem: Problem, config: CuteDslExpertsConfig, m: 
         return Verdict.no(f"tiles of {c.tokens} rows are small where an expert has {rows:.1f} in the mean")
     if c.schedule != "each" and (c.schedule == "ends-prefetch") != (c.tokens > RING_TOKENS):
         return Verdict.no(f"schedule {c.schedule!r} gains nothing with {c.tokens} tokens")
-    if c.tokens <= RING_TOKENS and c.stages % 2 and c.stages > 3:
+    if c.tokens <= RING_TOKENS and c.stages == BETWEEN_STAGES:
         return Verdict.no(f"{c.stages} stages are between two other choices")
     for shape in shapes(problem, c):
         if not (verdict := fits(device, shape)):
@@ -154,9 +157,9 @@ def mean_rows(problem: Problem, m: int) -> float:
 
 
 def _deepest(device: Device, problem: Problem, config: CuteDslExpertsConfig) -> int:
-    from dataclasses import replace
-
-    for stages in reversed(STAGES):
+    """The deepest ring of those on offer; 0: none fits."""
+    offered = (stages for stages in reversed(STAGES) if config.tokens > RING_TOKENS or stages != BETWEEN_STAGES)
+    for stages in offered:
         if all(fits(device, shape) for shape in shapes(problem, replace(config, stages=stages))):
             return stages
     return 0
@@ -166,25 +169,25 @@ def _deepest(device: Device, problem: Problem, config: CuteDslExpertsConfig) -> 
 
 
 def usual(device: Device, problem: Problem) -> Iterator[CuteDslExpertsConfig]:
-    """For every number of tokens the pipeline that serves `cutedsl_wgmma` best there."""
+    """For every number of tokens the pipelines that serve `cutedsl_wgmma` well there: of 128 rows, and of 256."""
     for tokens, pieces in PIECES.items():
-        two = tokens <= 32
-        prefetch = tokens > 128
-        for stages in reversed(STAGES[: 2 if two else len(STAGES)]):
+        for rows in (128, 256):
+            two = rows == 128 and tokens <= 32
+            prefetch = tokens > 128
             config = CuteDslExpertsConfig(
-                rows=128,
+                rows=rows,
                 tokens=tokens,
-                pieces=pieces[-1],
-                block_k=64 if prefetch else 128,
+                pieces=pieces[0] if (rows, tokens) == (256, 128) else pieces[-1],
+                block_k=64 if prefetch or rows == 256 else 128,
                 warpgroups=1 if two else 2,
-                stages=stages,
+                stages=0,
                 schedule="ends-prefetch" if prefetch else "each",
                 blocks_per_sm=2 if two else 1,
                 band=8,
             )
-            if all(fits(device, shape) for shape in shapes(problem, config)):
-                yield config
-                break
+            stages = _deepest(device, problem, config)
+            if stages:
+                yield replace(config, stages=stages)
 
 
 @cache
@@ -210,7 +213,7 @@ def _product_us(device: Device, problem: Problem, size: Size, c: CuteDslExpertsC
     result_bytes = pieces * step * size.n * (4 if size.result == "summand" else 2)
     memory = active * weight_bytes + result_bytes
     l2 = tiles * weight_bytes + row_tiles * pieces * step * size.k * 2 + result_bytes
-    cycles = tiles * steps * max(per_tile / 2, DECODE_CYCLES)
+    cycles = tiles * steps * max(per_tile / 2 + STEP_CYCLES, DECODE_CYCLES)
     cycles += tiles * row_tiles * (ITEM_CYCLES / c.blocks_per_sm)
     cycles += pieces * step * (size.rows / 64) * STORE_CYCLES / c.blocks_per_sm
     waves = tiles * row_tiles / (device.units * c.blocks_per_sm)

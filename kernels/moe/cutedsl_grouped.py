@@ -70,7 +70,7 @@ class CuteDslGrouped(CuteDslExperts):
 
     name = "cutedsl_grouped"
     op = "grouped_gemm"
-    made_for = ((257, None),)
+    made_for = ((1025, None),)
 
     def build(self, device: Device, problem: Problem, config: CuteDslExpertsConfig) -> GroupedLauncher:
         """Compile for x's dtype and the alignment of N; sizes stay run-time values."""

@@ -37,7 +37,7 @@ class CuteDslMoe(CuteDslExperts):
 
     name = "cutedsl_moe"
     op = "moe"
-    made_for = ((257, None),)
+    made_for = ((513, None),)
 
     def build(self, device: Device, problem: Problem, config: CuteDslExpertsConfig) -> MoeLauncher:
         """Compile for x's dtype and the activation; sizes stay run-time values."""

@@ -60,6 +60,7 @@ class ExpertConsumer(Consumer):
                 self.fetch(stage)
             row, expert, first, rows = self.work.place(Int32(0))
             for index in cutlass.range(self.work.segments, unroll=1):
+                rows = self.work.uniform(rows)
                 scales = self.epilogue.scales(row, expert, first, rows)  # on their way while the tile is multiplied
                 following = self.work.place(index + 1)
                 stage, phase, left = self.multiply_pieces(self.work.pieces(rows), 1, stage, phase, left)

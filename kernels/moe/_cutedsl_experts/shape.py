@@ -11,7 +11,8 @@ __all__ = ["RESULTS", "ExpertShape"]
 RESULTS = ("out", "activated", "summand")
 LIST_BYTES = 8  # per token: its pair and its factor
 PRODUCER_REGISTERS = 40  # with 24 the producer's addresses did not always fit
-LIST_REGISTERS = 20  # that ptxas was seen to add for tiles from a list: its next entry, more addresses, tokens' factors
+LIST_REGISTERS = 16  # that ptxas was seen to add for tiles from a list: its next entry, more addresses, tokens' factors
+MANY_PIECES_REGISTERS = 8  # with three or four; without them it waits after every wgmma
 PADDED_ROW_BYTES = 272  # of 64 float32 of a token: 16 more, so that no two threads of a warp meet in a bank
 
 
@@ -53,7 +54,7 @@ class ExpertShape(Shape):
     def needed_registers(self) -> int:
         """As in `Shape`, and what lists take."""
         base: int = Shape.needed_registers.__get__(self)
-        return base + LIST_REGISTERS
+        return base + LIST_REGISTERS + (MANY_PIECES_REGISTERS if self.pieces > 2 else 0)
 
     @property
     def producer_registers(self) -> int:

@@ -38,7 +38,12 @@ class ExpertWork:
         tile = cutlass.min(index, self.segments - 1) * self.groups + self.group
         row, token = schedule.raster(tile, self.row_tiles, self.token_tiles, self.band, cutlass.min)
         expert, first, rows = ptx.load_tile(self.tiles + Int64(token) * TILE_BYTES)
-        return row, cute.arch.make_warp_uniform(expert), first, cute.arch.make_warp_uniform(rows)
+        return row, expert, first, rows
+
+    @cute.jit
+    def uniform(self, rows: Int32) -> Int32:
+        """Rows as the branches between wgmmas need them. Not at once when they are loaded: this waits for the load."""
+        return cute.arch.make_warp_uniform(rows)
 
     @cute.jit
     def pieces(self, rows: Int32) -> Int32:
