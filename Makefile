@@ -39,8 +39,8 @@ interpreter: $(INSTALLED)
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	MYPYPATH=$(VENV)/src $(BIN)/mypy -p nvfp4 --exclude '(^|/)(build|tests|bench|docs)/'
-	MYPYPATH=$(VENV)/src $(BIN)/mypy --explicit-package-bases tests bench
+	MYPYPATH=$(VENV)/src $(BIN)/mypy -p nvfp4 --exclude '(^|/)(build|tests|bench|docs|examples)/'
+	MYPYPATH=$(VENV)/src $(BIN)/mypy --explicit-package-bases tests bench examples
 	PYTHONPATH=$(VENV)/src $(BIN)/lint-imports
 
 # The wheel is made from the source distribution, so nothing that lies about here gets into it. Its environment sees the
