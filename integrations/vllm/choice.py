@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from ...kernels import registry
 from ...kernels.device import describe
-from ...kernels.problem import Problem
+from ...kernels.problem import Problem, Verdict
 
 __all__ = ["Layer", "log", "runs_here", "why_not"]
 
@@ -24,12 +24,16 @@ def runs_here() -> bool:
     return bool(current_platform.is_cuda() and current_platform.has_device_capability(80))
 
 
-def why_not(problem: Problem, device: torch.device) -> str:
-    """Why no kernel runs the problem on the device, "" if one does."""
+def why_not(problem: Problem, device: torch.device, *, layout: str = "") -> str:
+    """Why no kernel runs the problem on the device, in this layout or in any, "" if one does."""
     if device.type == "meta":  # of weights that are made later
         device = torch.device(current_platform.device_type)
     here = describe(device)
-    verdicts = {kernel.name: kernel.supports(here, problem) for kernel in registry.kernels(problem.op)}
-    if any(verdicts.values()):
-        return ""
+    verdicts = {}
+    for kernel in registry.kernels(problem.op):
+        verdict = verdicts[kernel.name] = kernel.supports(here, problem)
+        if verdict and layout in ("", kernel.layout(here, problem)):
+            return ""
+        if verdict:
+            verdicts[kernel.name] = Verdict.no(f"reads no weights in layout {layout!r}")
     return "; ".join(f"{name}: {verdict.reason}" for name, verdict in verdicts.items()) or "there are no kernels"

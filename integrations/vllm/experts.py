@@ -157,7 +157,7 @@ def _reason(method: Any) -> str:
         call_of(moe.activation.value, moe)
     except ValueError as error:
         return f"nvfp4: {error}"
-    return why_not(problem_of(moe), torch.device(moe.device))
+    return why_not(problem_of(moe), torch.device(moe.device), layout="checkpoint")
 
 
 def _load(method: Any, layer: Layer, dialect: str, w13_scales: Tensor, w2_scales: Tensor) -> None:

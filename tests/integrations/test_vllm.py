@@ -415,6 +415,13 @@ def test_a_backend_that_is_not_weight_only_stays(fake_vllm):
     assert "VLLM_CUTLASS stays, it is not one of MARLIN, HUMMING" in left(fake_vllm, experts_config(fake_vllm))
 
 
+def test_experts_that_only_other_layouts_have_kernels_for_stay(fake_vllm, monkeypatch):
+    choice = import_module("nvfp4.integrations.vllm.choice")
+    (kernel,) = [kernel for kernel in choice.registry.kernels("moe") if kernel.name == "cpu_moe"]
+    monkeypatch.setattr(type(kernel), "layout", lambda self, device, problem: "fragment1-bf16")
+    assert "cpu_moe: reads no weights in layout 'checkpoint'" in left(fake_vllm, experts_config(fake_vllm))
+
+
 def test_an_older_gpu_keeps_vllms_kernels(fake_vllm):
     fake_vllm.platform.capability = 75
     assert "current device" in left(fake_vllm, experts_config(fake_vllm))
