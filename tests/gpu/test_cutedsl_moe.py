@@ -1,6 +1,8 @@
 """`cutedsl_grouped` and `cutedsl_moe` on a GPU: all kinds of config, skewed routing, graphs, streams, real sizes."""
 
+import multiprocessing
 import random
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -16,12 +18,9 @@ from nvfp4.testing.experts import MoeCase, experts_case
 
 pytest.importorskip("cutlass")
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
-    ),
-]
+READY = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not READY, reason="needs a Hopper GPU")]
 
 GPU = torch.device("cuda")
 GROUPED, MOE = cutedsl_grouped.KERNEL, cutedsl_moe.KERNEL
@@ -47,26 +46,58 @@ def layout(problem):
     return MOE.layout(describe("cuda"), problem)
 
 
-@pytest.mark.parametrize("m", [1, 7, 40, 300, 1500])
-def test_configs_of_grouped_conform(m):
-    for seed, (n, k, dtype) in enumerate([(360, 1056, "bfloat16"), (101, 208, "float16"), (1000, 80, "bfloat16")]):
-        problem = Problem(op="grouped_gemm", n=n, k=k, experts=12, dtype=dtype)
-        for config in fitting(problem, m + seed, 4):
-            conformance.check(GROUPED, describe("cuda"), GPU, problem, config, m, seed=m + seed)
+def cases():
+    """(problem, config, m, seed): every activation, and tails of every kind."""
+    if not READY:
+        return
+    for m in (1, 7, 40, 300, 1500):
+        for seed, (n, k, dtype) in enumerate([(360, 1056, "bfloat16"), (101, 208, "float16"), (1000, 80, "bfloat16")]):
+            problem = Problem(op="grouped_gemm", n=n, k=k, experts=12, dtype=dtype)
+            for config in fitting(problem, m + seed, 3):
+                yield problem, config, m, m + seed
+    for turn, entry in enumerate(ACTIVATIONS):
+        for seed, m in ((0, 3), (1, 33), (2, 200), (3, 1000), (4, 3000)):
+            problem = replace(
+                SMALL,
+                activation=entry.name,
+                dtype="float16" if (seed + turn) % 2 else "bfloat16",
+                top_k=1 if (seed + turn) % 3 == 2 else 4,
+                n=80 if seed == 2 else 352,
+            )
+            for config in fitting(problem, 5 * turn + seed, 1 if seed else 2):
+                yield problem, config, m, 37 * m + seed
 
 
-@pytest.mark.parametrize("activation", [entry.name for entry in ACTIVATIONS])
-def test_configs_of_moe_conform(activation):
-    for seed, m in enumerate((1, 3, 33, 200, 1000, 3000)):
-        problem = replace(
-            SMALL,
-            activation=activation,
-            dtype="float16" if seed % 2 else "bfloat16",
-            top_k=1 if seed == 2 else 4,
-            n=80 if seed == 3 else 352,
-        )
-        for config in fitting(problem, seed, 3):
-            conformance.check(MOE, describe("cuda"), GPU, problem, config, m, seed=37 * m + seed)
+def others():
+    """Problems and configs of the tests below."""
+    device = describe("cuda")
+    for problem, ms, count in ((SMALL, (2, 129, 1100), 2), (QWEN, (64, 512, 2000), 5)):
+        for m in ms:
+            yield problem, configs.best(device, problem, m)
+            yield from ((problem, config) for config in fitting(problem, m, count))
+
+
+def build(pair):
+    problem, config = pair
+    (GROUPED if problem.op == "grouped_gemm" else MOE).build(describe("cuda"), problem, config)
+
+
+CASES = list(cases())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled():
+    """Everything, by all cores, into the compiler's cache."""
+    pairs = [(problem, config) for problem, config, _, _ in CASES] + list(others())
+    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
+        list(pool.map(build, dict.fromkeys(pairs)))
+
+
+@pytest.mark.parametrize(("problem", "config", "m", "seed"), CASES, ids=lambda v: getattr(v, "label", None))
+def test_conforms(problem, config, m, seed):
+    """Configs that no plan would take too."""
+    kernel = GROUPED if problem.op == "grouped_gemm" else MOE
+    conformance.check(kernel, describe("cuda"), GPU, problem, config, m, seed=seed)
 
 
 def skewed(problem, m, ids):
