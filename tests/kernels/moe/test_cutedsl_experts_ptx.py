@@ -1,5 +1,6 @@
 """Products of experts run on NumPy: the PTX that CuTe DSL makes, on tile lists made by hand, against float64."""
 
+import re
 import struct
 import tempfile
 from dataclasses import replace
@@ -224,3 +225,25 @@ def test_no_tiles_and_more_blocks_than_tiles():
     got = run(shape, x, blob, global_scale, [0, 3], out, n=64, blocks=4)
     right = products(x, weight, scale, [0, 3]) * global_scale[1]
     close(got[:3], right, 8)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "instead", "message"),
+    [
+        (r"(wgmma\.wait_group\.sync\.aligned)\s+2;", r"\1 9;", "may still read"),
+        (r"bar\.sync\s+%r\d+, 128;", "", "may be"),
+    ],
+)
+def test_mistakes_show(monkeypatch, instruction, instead, message):
+    """Stages that are given back while wgmmas read them; no barriers around the chunks on the way out."""
+    shape = shape_of("out")
+    text, found = re.subn(instruction, instead, ptx_of(shape))
+    assert found
+    g = torch.Generator().manual_seed(3)
+    weight, scale, global_scale = random_weight(2, 64, 512, g)
+    blob = blobs(weight, scale, glu=False, dtype=torch.bfloat16)
+    x, out = torch.randn(40, 512, generator=g).bfloat16(), torch.full((40, 64), 7.0).bfloat16()
+    run(shape, x, blob, global_scale, [7, 33], out, n=64, blocks=1)
+    monkeypatch.setitem(globals(), "ptx_of", lambda _: text)
+    with pytest.raises(AssertionError, match=message):
+        run(shape, x, blob, global_scale, [7, 33], out, n=64, blocks=1)
