@@ -78,6 +78,7 @@ class Gemm:
                     cute.arch.mbarrier_init(ring.bars + stage, 1)
                     cute.arch.mbarrier_init(ring.bars + c.stages + stage, producer_warp * c.multicast)
                 cute.arch.mbarrier_init_fence()
+            cute.arch.sync_warp()  # its other lanes wait on them too
             cpasync.prefetch_descriptor(x_copy)
         if const_expr(c.multicast > 1):
             cute.arch.cluster_arrive()
