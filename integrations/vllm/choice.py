@@ -12,7 +12,7 @@ from ...kernels import registry
 from ...kernels.device import describe
 from ...kernels.problem import Problem, Verdict
 
-__all__ = ["Layer", "log", "runs_here", "why_not"]
+__all__ = ["Layer", "log", "runs_here", "where", "why_not"]
 
 Layer: TypeAlias = Any  # a torch module with the attributes that vLLM gives it
 
@@ -24,11 +24,14 @@ def runs_here() -> bool:
     return bool(current_platform.is_cuda() and current_platform.has_device_capability(80))
 
 
+def where(device: torch.device) -> torch.device:
+    """The device on which weights will be: the platform's, for those on the meta device that are made later."""
+    return torch.device(current_platform.device_type) if device.type == "meta" else device
+
+
 def why_not(problem: Problem, device: torch.device, *, layout: str = "") -> str:
     """Why no kernel runs the problem on the device, in this layout or in any, "" if one does."""
-    if device.type == "meta":  # of weights that are made later
-        device = torch.device(current_platform.device_type)
-    here = describe(device)
+    here = describe(where(device))
     verdicts = {}
     for kernel in registry.kernels(problem.op):
         verdict = verdicts[kernel.name] = kernel.supports(here, problem)

@@ -1,6 +1,7 @@
-"""Experts: where vLLM chose a weight-only backend, `nvfp4::moe` runs them on the tensors of the checkpoint.
+"""Experts: where vLLM chose a weight-only backend, stacks are packed after loading and `nvfp4::moe` runs them.
 
-vLLM takes the gate's global scale for the up projection too. The methods here keep both.
+The layout is the planned one, as `nvfp4.pack` takes it; in that of the checkpoint stacks stay as they are. vLLM takes
+the gate's global scale for the up projection too. The methods here keep both.
 """
 
 from __future__ import annotations
@@ -24,19 +25,24 @@ from vllm.model_executor.utils import replace_parameter
 from ...dispatch.checkpoint.modules import CT, MODELOPT
 from ...dispatch.checkpoint.values import global_factor
 from ...dispatch.checks import DTYPE_NAMES
-from ...dispatch.experts import warm
+from ...dispatch.layout import planned_layout
 from ...dispatch.pack import pack
+from ...dispatch.warmup import warmup
 from ...kernels.problem import Problem
+from ...kernels.weights.layouts import first_layout
 from .activations import ACTIVATIONS, call_of
-from .choice import Layer, log, runs_here, why_not
+from .choice import Layer, log, runs_here, where, why_not
 
 __all__ = ["CompressedTensorsExperts", "ModelOptExperts", "PackedExperts", "keeps_its_experts"]
 
+STACKS = ("w13", "w2")
 REPLACED = (NvFp4MoeBackend.MARLIN, NvFp4MoeBackend.HUMMING)  # what vLLM runs on GPUs without FP4 instructions
 
 
 class PackedExperts(mk.FusedMoEExpertsModular):
     """`nvfp4::moe` behind vLLM's interface of experts."""
+
+    layouts = ("checkpoint", "checkpoint")  # of w13 and w2; `_load` sets those of a layer
 
     @staticmethod
     def activation_format() -> mk.FusedMoEActivationFormat:
@@ -71,6 +77,11 @@ class PackedExperts(mk.FusedMoEExpertsModular):
     def finalize_weight_and_reduce_impl(self) -> mk.TopKWeightAndReduce:
         """Nothing is left to do: the op adds up a token's experts."""
         return TopKWeightAndReduceNoOP()
+
+    def moe_problem_size(self, a1: Tensor, w1: Tensor, w2: Tensor, topk_ids: Tensor) -> tuple[int, int, int, int, int]:
+        """Experts, tokens, rows of w13, hidden and top_k; blobs do not show them."""
+        rows = self.moe_config.intermediate_size_per_partition * (2 if self.moe_config.is_act_and_mul else 1)
+        return w1.shape[0], a1.shape[0], rows, a1.shape[-1], topk_ids.shape[1]
 
     def workspace_shapes(
         self,
@@ -110,7 +121,8 @@ class PackedExperts(mk.FusedMoEExpertsModular):
         name, constants = call_of(activation.value, self.activation_config)
         result = torch.ops.nvfp4.moe.default(
             hidden_states, w1, self.w1_scale, self.g1_alphas, w2, self.w2_scale, self.g2_alphas, topk_ids,
-            topk_weights.float(), activation=name, expert_map=expert_map, **constants,
+            topk_weights.float(), activation=name, inter=self.moe_config.intermediate_size_per_partition,
+            expert_map=expert_map, w13_layout=self.layouts[0], w2_layout=self.layouts[1], **constants,
         )  # fmt: skip
         output.copy_(result)
 
@@ -157,19 +169,17 @@ def _reason(method: Any) -> str:
         call_of(moe.activation.value, moe)
     except ValueError as error:
         return f"nvfp4: {error}"
-    return why_not(problem_of(moe), torch.device(moe.device), layout="checkpoint")
+    problem, device = problem_of(moe), torch.device(moe.device)
+    return why_not(problem, device, layout=planned_layout(where(device), problem))
 
 
 def _load(method: Any, layer: Layer, dialect: str, w13_scales: Tensor, w2_scales: Tensor) -> None:
-    """Check what was loaded, and have vLLM's modular kernel run it."""
-    for stack, stored in (("w13", w13_scales), ("w2", w2_scales)):
-        factor = global_factor(f"{stack} global scale", stored.data, dialect).reshape(stored.shape)
-        weight, scale = getattr(layer, f"{stack}_weight"), getattr(layer, f"{stack}_weight_scale")
-        packed = pack(weight.data, scale.data, factor, layout="checkpoint")
-        replace_parameter(layer, f"{stack}_weight", packed.data)
-        replace_parameter(layer, f"{stack}_weight_scale", packed.scale)
-        replace_parameter(layer, f"{stack}_weight_scale_2", packed.global_scale)
-        replace_parameter(layer, f"{stack}_input_scale", None)
+    """Check and pack what was loaded, and have vLLM's modular kernel run it."""
+    problem, device = problem_of(method.moe), layer.w13_weight.device
+    layout = planned_layout(device, problem)
+    layouts = first_layout(layout, problem), layout
+    for stack, stored, its_layout in zip(STACKS, (w13_scales, w2_scales), layouts, strict=True):
+        _pack(layer, stack, global_factor(f"{stack} global scale", stored.data, dialect), its_layout)
     method.moe_quant_config = method.get_fused_moe_quant_config(layer)
     method.moe_kernel = make_nvfp4_moe_kernel(
         moe_quant_config=method.moe_quant_config,
@@ -178,7 +188,19 @@ def _load(method: Any, layer: Layer, dialect: str, w13_scales: Tensor, w2_scales
         backend=method.nvfp4_backend,
         routing_tables=layer._expert_routing_tables(),
     )
-    warm(problem_of(method.moe), layer.w13_weight.device, "checkpoint", (1,))
+    method.moe_kernel.fused_experts.layouts = layouts
+    warmup(problem, device=device, layout=layout)
+
+
+def _pack(layer: Layer, stack: str, factors: Tensor, layout: str) -> None:
+    """Put a packed stack in the place of a layer's, and free the latter before the next one is packed."""
+    weight, scale = getattr(layer, f"{stack}_weight"), getattr(layer, f"{stack}_weight_scale")
+    experts = weight.shape[0]
+    packed = pack(weight.data, scale.data, factors.reshape(experts, -1), layout=layout)
+    replace_parameter(layer, f"{stack}_weight", packed.data)
+    replace_parameter(layer, f"{stack}_weight_scale", packed.scale)  # None where the blobs contain them
+    replace_parameter(layer, f"{stack}_weight_scale_2", packed.global_scale)
+    replace_parameter(layer, f"{stack}_input_scale", None)
 
 
 class ModelOptExperts(ModelOptNvFp4FusedMoE):
@@ -192,7 +214,7 @@ class ModelOptExperts(ModelOptNvFp4FusedMoE):
         self.nvfp4_backend, self.experts_cls = NvFp4MoeBackend.MARLIN, PackedExperts  # quantises no activations
 
     def process_weights_after_loading(self, layer: Layer) -> None:
-        """Keep the weights as they are."""
+        """Pack the weights, once, and build their kernels."""
         _load(self, layer, MODELOPT, layer.w13_weight_scale_2, layer.w2_weight_scale_2)
 
 
@@ -206,9 +228,10 @@ class CompressedTensorsExperts(CompressedTensorsW4A4Nvfp4MoEMethod):
         self.nvfp4_backend, self.experts_cls = NvFp4MoeBackend.MARLIN, PackedExperts  # quantises no activations
 
     def process_weights_after_loading(self, layer: Layer) -> None:
-        """Keep the weights as they are, under the names that vLLM's kernels read; global scales divide as stored."""
-        for stack in ("w13", "w2"):
-            stored = getattr(layer, f"{stack}_weight_packed")
+        """Pack the weights, once, under the names that vLLM's kernels read; global scales divide as stored."""
+        for stack in STACKS:
+            stored = getattr(layer, f"{stack}_weight_packed").data
             delattr(layer, f"{stack}_weight_packed")
-            setattr(layer, f"{stack}_weight", torch.nn.Parameter(stored.data, requires_grad=False))
+            setattr(layer, f"{stack}_weight", torch.nn.Parameter(stored, requires_grad=False))
+        del stored  # the layer alone holds it while it is packed
         _load(self, layer, CT, layer.w13_weight_global_scale, layer.w2_weight_global_scale)

@@ -14,6 +14,11 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from nvfp4.cache import lookup
+from nvfp4.cache.records import Environment, LayoutPlan, Plan
+from nvfp4.dispatch import table
+from nvfp4.kernels import registry
+from nvfp4.testing.fake_experts import KERNELS
 from torch import nn
 
 
@@ -250,6 +255,10 @@ class FusedMoEExpertsModular:
     def __getattr__(self, name):  # w1_scale, g1_alphas and the like
         return getattr(self.quant_config, name)
 
+    def moe_problem_size(self, a1, w1, w2, topk_ids):
+        assert w1.ndim == 3 and w2.ndim == 3
+        return w1.shape[0], a1.shape[0], w1.shape[1], a1.shape[1], topk_ids.shape[1]
+
     def is_supported_config(cls, moe_config, weight_key, activation_key, activation_format):
         checks = (
             (cls._supports_current_device(), "current device"),
@@ -278,10 +287,8 @@ class ModularKernel:
         output = torch.full_like(hidden_states, float("nan"))
         if apply_router_weight_on_input:
             hidden_states = hidden_states * topk_weights.to(hidden_states.dtype)
-        m, k = hidden_states.shape
-        shapes = self.fused_experts.workspace_shapes(
-            m, w1.shape[1], k, topk_ids.shape[1], w1.shape[0], w1.shape[0], None, activation
-        )
+        _, m, n, k, top_k = self.fused_experts.moe_problem_size(hidden_states, w1, w2, topk_ids)
+        shapes = self.fused_experts.workspace_shapes(m, n, k, top_k, w1.shape[0], w1.shape[0], None, activation)
         assert shapes[2] == tuple(output.shape)
         spaces = [torch.empty(shape, dtype=output.dtype) for shape in shapes[:2]]
         left = self.fused_experts.apply(
@@ -489,3 +496,25 @@ def fake_vllm(monkeypatch):
         vars(sys.modules[ours[:-1]]).pop(
             name.removeprefix(ours), None
         )  # `from package import module` looks there first
+
+
+@pytest.fixture
+def fragments(monkeypatch):
+    """Kernels of experts that read fragments, beside those that do not, and plans that mark such a layout."""
+    kernels = (*KERNELS, registry.get("cpu_moe"), registry.get("cpu_grouped"))
+    monkeypatch.setattr(registry, "_all", lambda: {kernel.name: kernel for kernel in kernels})
+
+    def find_plan(device, problem):
+        if problem.op != "moe":
+            return None
+        layout = "fragment1-bf16" if problem.dtype == "bfloat16" else "fragment1-fp16"
+        layouts = (LayoutPlan(layout=layout, intervals=(), traffic_us=1.0),)
+        environment = Environment(nvfp4="0", torch="0")
+        return Plan(
+            device=device, problem=problem, layout=layout, layouts=layouts, traffic="test", environment=environment
+        )
+
+    monkeypatch.setattr(lookup, "find_plan", find_plan)
+    table.clear()
+    yield
+    table.clear()

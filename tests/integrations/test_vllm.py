@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 import warnings
+import weakref
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +15,14 @@ from types import SimpleNamespace
 import nvfp4
 import pytest
 import torch
+from nvfp4.dispatch import table
 from nvfp4.integrations import vllm as plugin
 from nvfp4.integrations.vllm.activations import ACTIVATIONS, call_of
+from nvfp4.kernels import registry
 from nvfp4.kernels.moe.activations import activate, constants
+from nvfp4.kernels.weights.layouts import layout as get_layout
 from nvfp4.testing import assert_gemm_close, assert_moe_close
+from nvfp4.testing.fake_experts import KERNELS
 from torch import nn
 
 ROOT = Path(__file__).parents[2]
@@ -323,6 +328,102 @@ CASES = [
     ("situ", {"activation_situ_beta": 2.0, "activation_situ_linear_beta": 3.0}, "situ", {"beta": 2.0, "limit": 3.0}),
     ("relu2_no_mul", {}, "relu2", {}),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize(("activation", "given", "name", "values"), CASES)
+def test_experts_are_run_in_the_planned_layout(fake_vllm, fragments, dialect, activation, given, name, values, dtype):
+    moe = experts_config(fake_vllm, activation, in_dtype=dtype, **given)
+    method = experts(fake_vllm, dialect, moe)
+    gated = name != "relu2"
+    layer, w13, w2 = load_experts(dialect, moe, gated=gated)
+    method.process_weights_after_loading(layer)
+    second = "fragment1-bf16" if dtype == torch.bfloat16 else "fragment1-fp16"
+    first = second + "-glu" if gated else second
+    assert method.moe_kernel.fused_experts.layouts == (first, second)
+    rows = 2 * INTER if gated else INTER
+    assert tuple(layer.w13_weight.shape) == (E, *get_layout(first).data_shape(rows, HIDDEN))
+    assert tuple(layer.w2_weight.shape) == (E, *get_layout(second).data_shape(HIDDEN, INTER))
+    assert layer.w13_weight_scale is None and layer.w2_weight_scale is None
+    assert tuple(layer.w13_weight_scale_2.shape) == (E, 2 if gated else 1)
+    x, ids, weights = routed()
+    x = x.to(dtype)
+    got = method.apply(layer, x, weights, ids, None, None)
+    expected = expected_moe(x, w13, w2, ids, weights, name, constants(name, **values))
+    assert_moe_close(got, expected, hidden=HIDDEN, inter=INTER, top_k=TOP_K, dtype=dtype)
+
+
+def test_packed_experts_that_are_elsewhere_are_skipped(fake_vllm, fragments):
+    moe = experts_config(fake_vllm)
+    method = experts(fake_vllm, "modelopt", moe)
+    layer, w13, w2 = load_experts("modelopt", moe)
+    method.process_weights_after_loading(layer)
+    layer.expert_map = torch.tensor([-1, 2, -1, 0, 1, 3, -1, -1], dtype=torch.int32)
+    x, ids, weights = routed(experts=8)
+    got = method.apply(layer, x, weights, ids, None, None)
+    expected = expected_moe(x, w13, w2, ids, weights, "swiglu", constants("swiglu"), layer.expert_map)
+    assert_moe_close(got, expected, hidden=HIDDEN, inter=INTER, top_k=TOP_K, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])
+def test_no_more_than_one_stack_is_held_twice(fake_vllm, fragments, monkeypatch, dialect):
+    moe = experts_config(fake_vllm)
+    method = experts(fake_vllm, dialect, moe)
+    layer, _, _ = load_experts(dialect, moe)
+    name = "weight" if dialect == "modelopt" else "weight_packed"
+    loaded = {
+        f"{stack} {end}": weakref.ref(getattr(layer, f"{stack}_{end}").untyped_storage())
+        for stack in ("w13", "w2")
+        for end in (name, "weight_scale")
+    }
+    module, held = import_module("nvfp4.integrations.vllm.experts"), []
+
+    def note(function):
+        def noting(*args, **options):
+            held.append([name for name, storage in loaded.items() if storage() is not None])
+            return function(*args, **options)
+
+        return noting
+
+    monkeypatch.setattr(module, "pack", note(module.pack))
+    monkeypatch.setattr(module, "warmup", note(module.warmup))
+    method.process_weights_after_loading(layer)
+    w2 = [f"w2 {name}", "w2 weight_scale"]
+    assert held == [[f"w13 {name}", "w13 weight_scale", *w2], w2, []]
+
+
+def test_kernels_of_the_planned_layout_are_bound_when_weights_are_loaded(fake_vllm, fragments, monkeypatch):
+    moe = experts_config(fake_vllm)
+    method = experts(fake_vllm, "modelopt", moe)
+    layer, _, _ = load_experts("modelopt", moe)
+    method.process_weights_after_loading(layer)
+    monkeypatch.setattr(table, "_build", lambda *args: pytest.fail("built at the first call"))
+    x, ids, weights = routed()
+    assert torch.isfinite(method.apply(layer, x, weights, ids, None, None)).all()
+
+
+def test_a_planned_layout_that_nothing_reads_here_is_not_taken(fake_vllm, fragments, monkeypatch):
+    kernels = {"cpu_moe": registry.get("cpu_moe")}
+    monkeypatch.setattr(registry, "_all", lambda: kernels)
+    table.clear()
+    moe = experts_config(fake_vllm)
+    method = experts(fake_vllm, "modelopt", moe)
+    layer, w13, w2 = load_experts("modelopt", moe)
+    stored = layer.w13_weight.data.clone()
+    method.process_weights_after_loading(layer)
+    assert method.moe_kernel.fused_experts.layouts == ("checkpoint", "checkpoint")
+    assert torch.equal(layer.w13_weight, stored) and layer.w2_weight_scale is not None
+    x, ids, weights = routed()
+    expected = expected_moe(x, w13, w2, ids, weights, "swiglu", constants("swiglu"))
+    got = method.apply(layer, x, weights, ids, None, None)
+    assert_moe_close(got, expected, hidden=HIDDEN, inter=INTER, top_k=TOP_K, dtype=torch.bfloat16)
+
+
+def test_experts_that_only_a_fragment_kernel_runs_are_taken(fake_vllm, fragments, monkeypatch):
+    monkeypatch.setattr(registry, "_all", lambda: {kernel.name: kernel for kernel in KERNELS})
+    table.clear()
+    assert type(experts(fake_vllm, "modelopt", experts_config(fake_vllm))).__name__ == "ModelOptExperts"
 
 
 @pytest.mark.parametrize("dialect", ["modelopt", "compressed-tensors"])

@@ -124,7 +124,8 @@ def test_fused_shards_keep_their_global_scales(seam, name, config):
 
 @pytest.mark.parametrize(("name", "config"), [("modelopt_fp4", MODELOPT), ("compressed-tensors", CT)])
 @pytest.mark.parametrize("expert_parallel", [False, True])
-def test_experts(seam, name, config, expert_parallel):
+@pytest.mark.parametrize("packed", [False, True])
+def test_experts(seam, request, name, config, expert_parallel, packed):
     from nvfp4.integrations.vllm.experts import PackedExperts
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
     from vllm.model_executor.layers.fused_moe.config import (
@@ -135,6 +136,10 @@ def test_experts(seam, name, config, expert_parallel):
     from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
+    if DEVICE == "cuda" and not packed:
+        pytest.skip("on a GPU the plan marks a fragment layout")
+    if DEVICE == "cpu" and packed:
+        request.getfixturevalue("fragments")
     experts, hidden, inter, top_k = 4, 64, 32, 2
     parallel = FusedMoEParallelConfig.make_no_parallel()
     if expert_parallel:  # the second of two ranks
@@ -194,6 +199,7 @@ def test_experts(seam, name, config, expert_parallel):
                 expected[token] += weights[token, slot].double() * (w2[expert] @ middle)
     assert_moe_close(got, expected, hidden=hidden, inter=inter, top_k=top_k, dtype=torch.bfloat16)
     assert tuple(layer.w13_weight_scale_2.shape) == (len(local), 2)
+    assert layer.w13_weight.ndim == (4 if packed else 3) and (layer.w13_weight_scale is None) == packed
 
 
 def test_the_fakes_are_like_the_release(fake_modules):
