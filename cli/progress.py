@@ -62,7 +62,8 @@ class Display:
             case ProblemStarted():
                 self.problem = event
             case ProblemFinished():
-                self.finished.append(event)
+                # One that was cut short is tuned again with the time that others left: the later event holds.
+                self.finished = [done for done in self.finished if done.problem != event.problem] + [event]
             case TuningFinished():
                 self.end = event
         self.show(event)

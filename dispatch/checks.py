@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..errors import InvalidInput, message
 from ..kernels.weights.codec import GROUP
+from ..kernels.weights.layouts import family
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import is_aligned, validate
 
@@ -124,6 +125,10 @@ def check_blob(
         The layout is unknown or not for x's dtype, or the tensors have other dtypes, shapes or strides.
     """
     target = get_layout(layout)
+    if target.gated:
+        raise InvalidInput(
+            message("weight is in a layout for experts", got=repr(layout), expected=f"{family(layout)!r}, or nvfp4.moe")
+        )
     if dtype is not None and DTYPE_NAMES.get(dtype) not in target.dtypes:
         raise InvalidInput(
             message(

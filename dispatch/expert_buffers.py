@@ -41,6 +41,7 @@ class ExpertBuffers(nn.Module):
     _w2_data: Tensor | None
     _w13_factor: Tensor | None  # what kernels read; None until weights were loaded
     _w2_factor: Tensor | None
+    _spare: dict[str, Tensor]  # by stack, the memory of derived factors while there are none
     _layout: str  # "" until weights were loaded
     _w13_layout: str
 
@@ -175,13 +176,17 @@ class ExpertBuffers(nn.Module):
         return planned_experts_layout(device, self.problem(1))
 
     def _forget(self) -> None:
-        """Weights are to be checked before they are used again."""
+        """Weights are to be checked before they are used again; what is derived then takes the memory that it had."""
         for stack in STACKS:
+            old = self._buffers[f"_{stack}_factor"]
+            if old is not None and self.dialect != MODELOPT:  # whose factors are the stored tensors
+                self._spare[stack] = old
             self._put(f"_{stack}_factor", None)
 
     def _drop(self) -> None:
         """Forget the layout too, and what is packed."""
-        self._forget()
         for stack in STACKS:
+            self._put(f"_{stack}_factor", None)
             self._put(f"_{stack}_data", None)
+        self._spare = {}
         self._layout, self._w13_layout = "", "checkpoint"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation as get_activation
 from ..kernels.moe.activations import constants
-from ..kernels.weights.weight import Weight
+from ..kernels.weights.weight import Weight, check_tensors
 from . import experts
 from .checks import refuse_grad
 from .expert_checks import check_grouped, check_moe
@@ -125,7 +126,7 @@ def grouped_gemm(
     weight, scale, scale_2, own_layout = _parts("weight", w, weight_scale, weight_scale_2)
     if isinstance(w, Weight) and own_layout != "checkpoint":
         out_features = w.out_features if out_features is None else out_features
-        _check_sizes(x, weight=(w, out_features, x.shape[-1]))
+        _check_sizes(x, {"weight": w}, weight=(out_features, _width(x)))
     return torch.ops.nvfp4.grouped_gemm.default(  # type: ignore[no-any-return]
         x, weight, scale, scale_2, _given("expert_offsets", expert_offsets), layout=own_layout or layout,
         out_features=out_features,
@@ -215,11 +216,12 @@ def moe(
     """
     first, first_scale, first_scale_2, first_layout = _parts("w13", w13, w13_scale, w13_scale_2)
     second, second_scale, second_scale_2, second_layout = _parts("w2", w2, w2_scale, w2_scale_2)
-    if isinstance(w2, Weight) and w2.layout != "checkpoint":
-        inter = w2.in_features if inter is None else inter
-        rows = inter * (2 if get_activation(activation).gated else 1)
-        packed = {"w13": (w13, rows, x.shape[-1])} if isinstance(w13, Weight) else {}
-        _check_sizes(x, **packed, w2=(w2, x.shape[-1], inter))
+    packed = {n: w for n, w in (("w13", w13), ("w2", w2)) if isinstance(w, Weight) and w.layout != "checkpoint"}
+    if packed:
+        hidden, halves = _width(x), 2 if get_activation(activation).gated else 1
+        if inter is None:
+            inter = packed["w2"].in_features if "w2" in packed else packed["w13"].out_features // halves
+        _check_sizes(x, packed, w13=(halves * inter, hidden), w2=(hidden, inter))
     return torch.ops.nvfp4.moe.default(  # type: ignore[no-any-return]
         x, first, first_scale, first_scale_2, second, second_scale, second_scale_2, _given("topk_ids", topk_ids),
         _given("topk_weights", topk_weights), activation=activation, inter=inter, pre_quant_scale=pre_quant_scale,
@@ -244,9 +246,18 @@ def _parts(
     return _given(name, w), scale, scale_2, ""
 
 
-def _check_sizes(x: Tensor, **packed: tuple[Weight, int, int]) -> None:
+def _width(x: Tensor) -> int:
+    """K of x."""
+    check_tensors(x=x)
+    if not x.ndim:
+        raise InvalidInput(message("x has no dimensions", got="a scalar", expected="[..., K]"))
+    return x.shape[-1]
+
+
+def _check_sizes(x: Tensor, packed: Mapping[str, Weight], **wanted: tuple[int, int]) -> None:
     """Whether Weights have the N and K that x and the others ask for: padded blobs do not tell."""
-    for name, (w, n, k) in packed.items():
+    for name, w in packed.items():
+        n, k = wanted[name]
         if (w.out_features, w.in_features) != (n, k):
             raise InvalidInput(
                 message(f"{name} does not fit", got=f"{w}, x of shape {tuple(x.shape)}", expected=f"{n} x {k}")

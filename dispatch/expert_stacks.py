@@ -57,7 +57,7 @@ class ExpertStacks(ExpertBuffers):
         super().__init__()
         kind = get_activation(activation)
         constants(activation, limit=limit, alpha=alpha, beta=beta)
-        experts = range(num_experts) if experts is None else experts
+        experts = range(num_experts if type(num_experts) is int else 0) if experts is None else experts
         _check(num_experts, hidden, inter, experts, dialect, dtype)
         self.names = tuple(names or NAMES[kind.gated])
         if tuple(ROLES.get(name) for name in self.names) != (("gate", "up", "down") if kind.gated else ("up", "down")):
@@ -134,7 +134,8 @@ class ExpertStacks(ExpertBuffers):
                 if factor.data_ptr() == self._get(self._global_name(stack)).data_ptr():
                     self._put(f"_{stack}_factor", factor)  # a multiplier is read where it is stored
                 else:
-                    self._put(f"_{stack}_factor", into(self._buffers[f"_{stack}_factor"], factor))
+                    old = self._buffers[f"_{stack}_factor"]
+                    self._put(f"_{stack}_factor", into(self._spare.get(stack) if old is None else old, factor))
             self._derive()
         return self
 
@@ -146,7 +147,7 @@ class ExpertStacks(ExpertBuffers):
             self._put("expert_map", local.to(self._device))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        factors = {stack: self._buffers[f"_{stack}_factor"] for stack in STACKS}
+        was_ready = self._w13_factor is not None
         probe = fn(torch.empty(0, dtype=self.dtype, device=self._device))
         x_dtype = probe.dtype if probe.dtype in DTYPE_NAMES else self.dtype
         if (probe.device, x_dtype) != (self._device, self.dtype) and not probe.is_meta:
@@ -158,28 +159,24 @@ class ExpertStacks(ExpertBuffers):
         for name, scale in scales.items():
             # Casts are for floating point: seen as integers, scales move and keep their bits.
             self._buffers[name] = scale.view({1: torch.uint8, 4: torch.int32}[scale.itemsize])
+        blobs = {name: blob for stack in STACKS if (blob := self._buffers[name := f"_{stack}_data"]) is not None}
+        for name, blob in blobs.items():
+            self._buffers[name] = blob.view(-1)  # channels_last reorders what has four dimensions
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
             for name, scale in scales.items():
                 self._buffers[name] = self._get(name).view(scale.dtype)
+            for name, blob in blobs.items():
+                self._buffers[name] = self._get(name).view(blob.shape)
         self.dtype = x_dtype
         self._place_map()  # to_empty: what was moved there is no map
-        if factors["w13"] is not None and not self._is_meta:
+        if was_ready and not self._is_meta:
             try:
                 self.refresh_()
             except InvalidInput:  # to_empty: what is to be loaded is not there yet
                 self._forget()
-            else:
-                self._reuse(factors)
         return self
-
-    def _reuse(self, factors: Mapping[str, Tensor | None]) -> None:
-        """Put derived factors into the memory that held them before, where they are not stored tensors."""
-        for stack, old in factors.items():
-            new = self._factor(stack)
-            if new.data_ptr() != self._get(self._global_name(stack)).data_ptr():
-                self._put(f"_{stack}_factor", into(old, new))
 
     def _pieces(self) -> Iterator[tuple[str, str, int, slice, int]]:
         """Name ("3.up_proj"), stack, local expert, rows and column of the global scale."""
@@ -332,16 +329,23 @@ def _copy(place: Tensor, given: Tensor) -> str:
 
 
 def _check(num_experts: int, hidden: int, inter: int, experts: range, dialect: str, dtype: torch.dtype) -> None:
-    if num_experts < 1 or any(size < GROUP or size % GROUP for size in (hidden, inter)):
+    sizes = (num_experts, hidden, inter)
+    if (
+        any(type(size) is not int for size in sizes)
+        or num_experts < 1
+        or any(s < GROUP or s % GROUP for s in sizes[1:])
+    ):
         raise InvalidInput(
             message(
                 "wrong size of a FusedMoE",
-                got=f"num_experts={num_experts}, hidden={hidden}, inter={inter}",
+                got=f"num_experts={num_experts!r}, hidden={hidden!r}, inter={inter!r}",
                 expected=f"num_experts at least 1, hidden and inter multiples of {GROUP}",
             )
         )
-    if experts.step != 1 or not 0 <= experts.start < experts.stop <= num_experts:
-        raise InvalidInput(message("wrong experts", got=experts, expected=f"a part of range({num_experts})"))
+    if not isinstance(experts, range) or experts.step != 1 or not 0 <= experts.start < experts.stop <= num_experts:
+        raise InvalidInput(
+            message("wrong experts", got=experts, expected=f"a part of range({num_experts}), in its order")
+        )
     if dialect not in GLOBALS:
         raise InvalidInput(message("wrong dialect", got=repr(dialect), expected=" or ".join(map(repr, GLOBALS))))
     if dtype not in DTYPE_NAMES:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation as get_activation
 from ..kernels.weights.codec import quantize
-from ..kernels.weights.weight import Weight, is_aligned
+from ..kernels.weights.weight import Weight, check_tensors, is_aligned
 from .checkpoint import Checkpoint, ExpertTensors, Shard, load_experts
 from .checkpoint.expert_sources import ROLES, expert_source
 from .checkpoint.modules import MODELOPT
@@ -203,6 +203,7 @@ class FusedMoE(ExpertStacks):
         InvalidInput
             Shapes do not fit, sizes are no multiples of 16, or a weight is not finite.
         """
+        check_tensors(w13=w13, w2=w2)
         kind = get_activation(options.get("activation", "swiglu"))
         parts = 2 if kind.gated else 1
         shapes = [tuple(t.shape) for t in (w13, w2, w13_bias, w2_bias) if t is not None]

@@ -88,6 +88,11 @@ def _planned_layout(weight: Tensor, dtype: torch.dtype) -> str:
 
 def _experts_layout(weight: Tensor, layout: str | None, problem: Problem) -> str:
     """The layout of one of a problem's stacks, which its shape tells apart."""
+    if not isinstance(problem, Problem) or problem.op == "gemm":
+        what = problem.label if isinstance(problem, Problem) else repr(problem)
+        raise InvalidInput(
+            message("wrong problem", got=what, expected="a Problem of moe or grouped_gemm; none for a dense weight")
+        )
     rows = problem.n * (2 if problem.gated else 1)
     first, second = (problem.experts, rows, problem.k // 2), (problem.experts, problem.k, problem.n // 2)
     shape = tuple(weight.shape)

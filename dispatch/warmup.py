@@ -10,8 +10,8 @@ from torch import Tensor
 from ..errors import InvalidInput, message
 from ..kernels.device import describe
 from ..kernels.problem import Problem
+from ..kernels.weights.layouts import Layout, layout_ids, to_layout
 from ..kernels.weights.layouts import layout as get_layout
-from ..kernels.weights.layouts import to_layout
 from ..kernels.weights.weight import Weight
 from . import call, experts
 from .checks import DTYPE_NAMES
@@ -56,7 +56,8 @@ def warmup(
     Raises
     ------
     InvalidInput
-        Something else than a Weight or a Problem, a dtype that no op takes, or a device that torch does not know.
+        Something else than a Weight or a Problem, a dtype that no op takes, a layout that weights of a problem cannot
+        be in, or a device that torch does not know.
     NoDevice
         The device is not there, or is of a kind that has no kernels.
     Unsupported
@@ -75,8 +76,10 @@ def warmup(
         if isinstance(item, Problem):
             problem = item
             where = where_problems_run
-            reads = planned_layout(where, problem) if layout is None else get_layout(layout).id
+            reads = planned_layout(where, problem) if layout is None else _layout_for(problem, layout)
         elif isinstance(item, Weight):
+            if item.global_scale.ndim == 2:
+                raise InvalidInput(message("warmup takes no weights of experts", got=item, do="pass their Problem"))
             problem = Problem(n=item.out_features, k=item.in_features, dtype=DTYPE_NAMES[dtype])
             where, reads = item.data.device, item.layout
         else:
@@ -100,6 +103,18 @@ def _run(weight: Weight, dtype: torch.dtype, ms: tuple[int, ...]) -> None:
         for m in ms or (1,):
             x = torch.zeros((m, weight.in_features), dtype=dtype, device=weight.data.device)
             call.gemm(x, weight.data, weight.scale, weight.global_scale, layout=weight.layout, out_features=n)
+
+
+def _layout_for(problem: Problem, layout: str) -> str:
+    """The layout, if weights of the problem can be in it; of a moe that of w2."""
+
+    def fits(one: Layout) -> bool:
+        return not one.gated and problem.dtype in one.dtypes and (problem.op == "gemm" or one.experts)
+
+    if not fits(get_layout(layout)):
+        known = ", ".join(one for one in layout_ids() if fits(get_layout(one)))
+        raise InvalidInput(message("wrong layout", got=f"{layout!r} for {problem.label}", expected=f"one of {known}"))
+    return layout
 
 
 def _items(given: object) -> list[object]:

@@ -18,6 +18,10 @@ from .messages import Recorded
 __all__ = ["read_routing", "recorded_ids"]
 
 NAME = "topk_ids"  # of the tensor in a safetensors file that has several
+INTEGERS = (
+    *(torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+)
 
 
 def read_routing(path: Path, problems: Iterable[Problem] = (), *, most_tokens: int | None = None) -> Recorded:
@@ -27,7 +31,8 @@ def read_routing(path: Path, problems: Iterable[Problem] = (), *, most_tokens: i
     ----------
     path
         Integers [tokens, top_k], -1 for a slot that goes elsewhere: a `.npy` file, a `.safetensors` file with one
-        tensor or one named "topk_ids", or a `.json` file with a list of lists.
+        tensor or one named "topk_ids", or a `.json` file with a list of lists. Tokens at the beginning that name no
+        expert are put at the end: on a rank with a part of the experts, one token would else be timed doing nothing.
     problems
         That it must fit: their number of experts and, of `moe`, their top_k.
     most_tokens
@@ -47,11 +52,14 @@ def read_routing(path: Path, problems: Iterable[Problem] = (), *, most_tokens: i
         raise
     except Exception as error:  # each library has its own
         raise _wrong(path, f"{type(error).__name__}: {error}", f"a {path.suffix} file") from error
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+    if ids.dtype not in INTEGERS:
         raise _wrong(path, ids.dtype, "integers")
     if ids.ndim != 2 or 0 in ids.shape:
         raise _wrong(path, f"shape {tuple(ids.shape)}", "[tokens, top_k], at least one of each")
+    wraps, ids = ids.dtype == torch.uint64, ids.to(torch.int64)
     low, high = int(ids.min()), int(ids.max())
+    if wraps and low < 0:
+        raise _wrong(path, f"an id of {low + (1 << 64)}", "numbers of experts")
     if low < -1 or high < 0 or high >= 1 << 31:
         raise _wrong(path, f"ids from {low} to {high}", "numbers of experts, or -1 for a slot that goes elsewhere")
     for problem in problems:
@@ -61,7 +69,8 @@ def read_routing(path: Path, problems: Iterable[Problem] = (), *, most_tokens: i
             raise _wrong(path, f"{ids.shape[1]} experts a token", f"top_k = {problem.top_k} of {problem.label}")
     ids = ids.to(torch.int32).contiguous()
     digest = hashlib.sha256(f"{ids.shape[1]}\0".encode() + ids.numpy().tobytes()).hexdigest()
-    return Recorded(name=RECORDED + digest[:12], ids=ids[:most_tokens].numpy().tobytes(), top_k=ids.shape[1])
+    ids = ids.roll(-int((ids >= 0).any(dim=1).int().argmax()), 0)[:most_tokens]
+    return Recorded(name=RECORDED + digest[:12], ids=ids.numpy().tobytes(), top_k=ids.shape[1])
 
 
 def recorded_ids(recorded: Recorded, problem: Problem, tokens: int) -> Tensor:
@@ -79,7 +88,8 @@ def _wrong(path: Path, got: object, expected: object) -> InvalidInput:
 def _npy(path: Path) -> Tensor:
     import numpy as np
 
-    return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.int64, casting="same_kind"))
+    ids = np.load(path, allow_pickle=False)
+    return torch.from_numpy(np.ascontiguousarray(ids).astype(ids.dtype.newbyteorder("=")))
 
 
 def _safetensors(path: Path) -> Tensor:

@@ -22,21 +22,21 @@ def register() -> None:
 
     May be called more than once. Another release gets one warning, and stays as it is.
     """
-    if os.environ.get(VARIABLE, "") != "1":
+    asked = os.environ.get(VARIABLE, "")
+    if asked in ("", "0"):
         return
-    import vllm
-
+    if asked != "1":
+        _warn(f"{VARIABLE}={asked}", f"{VARIABLE}=1")
+        return
+    try:
+        import vllm
+    except ModuleNotFoundError as error:
+        if error.name != "vllm":
+            raise
+        _warn("no vLLM in this environment", f"vLLM {RELEASE}")
+        return
     if vllm.__version__.partition("+")[0] != RELEASE:
-        warnings.warn(
-            message(
-                "nvfp4 is not plugged into vLLM",
-                got=f"vLLM {vllm.__version__}",
-                expected=f"vLLM {RELEASE}",
-                do=f"vLLM's own kernels run; unset {VARIABLE} to silence this",
-            ),
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        _warn(f"vLLM {vllm.__version__}", f"vLLM {RELEASE}")
         return
     from vllm.model_executor.layers.quantization import register_quantization_config
 
@@ -44,3 +44,13 @@ def register() -> None:
 
     for name, config in CONFIGS.items():
         register_quantization_config(name)(config)
+
+
+def _warn(got: str, expected: str) -> None:
+    text = message(
+        "nvfp4 is not plugged into vLLM",
+        got=got,
+        expected=expected,
+        do=f"vLLM's own kernels run; unset {VARIABLE} to silence this",
+    )
+    warnings.warn(text, RuntimeWarning, stacklevel=3)

@@ -9,7 +9,7 @@ from ...errors import InvalidInput, message
 from .codec import GROUP, e4m3_bytes
 from .layouts import layout, layout_ids
 from .swizzle import unswizzle
-from .weight import GLOBAL_SCALE_DTYPES, Weight, check_tensors, validate
+from .weight import GLOBAL_SCALE_DTYPES, Weight, check_tensors, check_weight, validate
 
 __all__ = ["pack_experts"]
 
@@ -52,9 +52,14 @@ def pack_experts(
         raise InvalidInput(
             message("wrong shape of the experts' weight", got=tuple(weight.shape), expected="[E, N, K/2], no size 0")
         )
+    if not weight.is_contiguous():
+        raise InvalidInput(
+            message("weight is not contiguous", got=f"strides {weight.stride()}", do="call .contiguous() once at load")
+        )
+    check_weight(weight.view(-1, weight.shape[2]))
     experts, n, k = weight.shape[0], weight.shape[1], 2 * weight.shape[2]
     if scale_layout == "swizzled":
-        parts = weight_scale.reshape(experts, -1)
+        parts = weight_scale.reshape(experts, -1) if weight_scale.numel() % experts == 0 else [weight_scale]
         weight_scale = torch.stack([e4m3_bytes(unswizzle(part, n, k // GROUP)) for part in parts])
     elif scale_layout != "linear":
         raise InvalidInput(message("unknown scale_layout", got=repr(scale_layout), expected='"linear" or "swizzled"'))
@@ -64,7 +69,8 @@ def pack_experts(
             message(
                 "wrong weight_scale_2 of experts",
                 got=f"{weight_scale_2.dtype} {tuple(weight_scale_2.shape)}",
-                expected=f"torch.float32 {' or '.join(map(str, shapes))}",
+                expected=f"torch.float32 {' or '.join(map(str, shapes))}"
+                + ("" if n % 2 == 0 else f": {n} rows have no halves"),
             )
         )
     if tuple(weight_scale.shape) != (experts, n, k // GROUP) or not weight_scale.is_contiguous():
@@ -74,10 +80,6 @@ def pack_experts(
                 got=f"shape {tuple(weight_scale.shape)}, strides {weight_scale.stride()}",
                 expected=f"contiguous {(experts, n, k // GROUP)}",
             )
-        )
-    if not weight.is_contiguous():
-        raise InvalidInput(
-            message("weight is not contiguous", got=f"strides {weight.stride()}", do="call .contiguous() once at load")
         )
     scale = e4m3_bytes(weight_scale)
     if repair_nan:

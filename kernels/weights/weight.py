@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from dataclasses import dataclass
 
 import torch
@@ -149,7 +150,7 @@ def check_tensors(**tensors: object) -> None:
     """Raise InvalidInput for what was forgotten (None) or is no tensor."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            got = "None" if value is None else f"{type(value).__name__} {value!r}"
+            got = "None" if value is None else f"{type(value).__name__} {reprlib.repr(value)}"
             raise InvalidInput(
                 message(f"{name} is missing" if value is None else f"{name} is no tensor", got=got, expected="a tensor")
             )

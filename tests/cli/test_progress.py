@@ -1,8 +1,10 @@
 """What is shown while a tuning runs, from hand-made events."""
 
 import io
+from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as changed
 from nvfp4.cache.records import Environment, Interval
 from nvfp4.cli.progress import JsonLines, Lines, Screen, display
 from nvfp4.cli.words import (
@@ -77,6 +79,14 @@ def test_lines_for_files():
     assert "no winner (2 wrong)" in text
     assert "\x1b" not in text
     assert [done.measured for done in shown.finished] == [40]
+
+
+def test_a_problem_that_is_tuned_again_with_time_left_by_others_is_one_problem():
+    shown = Lines(console())
+    done = EVENTS[5]
+    for event in (done, changed(done, problem=replace(PROBLEM, n=64)), changed(done, measured=55, unexplored=0)):
+        shown(event)
+    assert [(one.problem.n, one.measured) for one in shown.finished] == [(64, 40), (PROBLEM.n, 55)]
 
 
 @pytest.mark.parametrize(

@@ -229,6 +229,13 @@ def test_weights_of_other_sizes():
         nvfp4.moe(torch.zeros(9, 96).bfloat16(), w13, w2=w2, **call)
     with pytest.raises(nvfp4.InvalidInput, match=r"w2 does not fit.*80 x 48.*expected 80 x 64"):
         nvfp4.moe(case.x, wide, w2=w2, inter=64, **call)
+    raw = {"w2": w2.data, "w2_scale_2": w2.global_scale, "w2_layout": w2.layout}  # padded as one of 64 columns is
+    with pytest.raises(nvfp4.InvalidInput, match=r"w13 does not fit.*96 x 80.*expected 128 x 80"):
+        nvfp4.moe(case.x, w13, inter=64, **raw, **call)
+    assert torch.equal(nvfp4.moe(case.x, w13, **raw, **call), nvfp4.moe(case.x, w13, w2=w2, **call))
+    for x, text in ((None, "x is missing"), ([0.0], "x is no tensor"), (torch.tensor(0.0).bfloat16(), "no dimensions")):
+        with pytest.raises(nvfp4.InvalidInput, match=text):
+            nvfp4.moe(x, w13, w2=w2, **call)
     grouped = grouped_case()
     w = nvfp4.pack(grouped.weight, grouped.scale, grouped.global_scale, layout="fragment")
     with pytest.raises(nvfp4.InvalidInput, match=r"weight does not fit.*expected 40 x 96"):
@@ -260,3 +267,30 @@ def test_pack_says_what_takes_no_experts(mirrored):
         nvfp4.pack(case.weight, case.scale, case.global_scale, layout="mirrored")
     with pytest.raises(nvfp4.InvalidInput, match='"fragment1-bf16-glu" is for experts'):
         nvfp4.pack(case.weight[0], case.scale[0], torch.ones(1), layout="fragment-glu")
+
+
+@pytest.mark.parametrize("problem", [Problem(n=40, k=80), "moe"])
+def test_pack_says_which_problems_have_experts(problem):
+    case = grouped_case()
+    with pytest.raises(nvfp4.InvalidInput, match=r"wrong problem; got .*expected a Problem of moe or grouped_gemm"):
+        nvfp4.pack(case.weight, case.scale, case.global_scale, problem=problem)
+
+
+@pytest.mark.parametrize("layout", ["fragment1-bf16-glu", "fragment1-fp16", "mirrored"])
+def test_warmup_refuses_layouts_that_no_weight_of_the_problem_can_be_in(layout, mirrored):
+    for problem in (MOE, GROUPED) if layout == "mirrored" else (MOE, GROUPED, Problem(n=32, k=64)):
+        with pytest.raises(nvfp4.InvalidInput, match=f"wrong layout; got '{layout}' for {problem.op}.*one of checkp"):
+            nvfp4.warmup(problem, device="cpu", layout=layout)
+
+
+def test_warmup_takes_the_problem_of_experts_and_not_their_weights():
+    with pytest.raises(nvfp4.InvalidInput, match=r"no weights of experts; got Weight\(4 experts.*pass their Problem"):
+        nvfp4.warmup(packed_moe(moe_case())[0])
+
+
+@pytest.mark.parametrize("m", [0, 2])
+def test_gemm_refuses_a_layout_of_experts(m):
+    w13, _ = packed_moe(moe_case())
+    x = torch.zeros(m, 80).bfloat16()
+    with pytest.raises(nvfp4.InvalidInput, match="in a layout for experts; got 'fragment1-bf16-glu'; expected 'fragme"):
+        nvfp4.gemm(x, w13.data[0], None, torch.ones(1), layout=w13.layout, out_features=96)

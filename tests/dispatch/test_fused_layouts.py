@@ -281,3 +281,32 @@ def test_convert_passes_layout_and_keep_checkpoint_on(call, mirrored, layout, ke
 def test_layouts_that_it_cannot_have(layout, words):
     with pytest.raises(InvalidInput, match=words):
         module(layout)
+
+
+@keeps
+@pytest.mark.parametrize("ct", [False, True])
+def test_what_was_loaded_in_part_or_in_vain_keeps_addresses(call, keep, ct):
+    """A captured graph still reads them."""
+    dialect, second = "compressed-tensors" if ct else "modelopt", tensors(2, ct)
+    made = module(keep=keep, dialect=dialect).load_(tensors(1, ct))
+    before = addresses(made)
+    first = {name: tensor for name, tensor in second.items() if name.startswith("0.")}
+    made.load_state_dict(first, strict=False)
+    assert torch.equal(made(*call), plain(tensors(1, ct) | first, call, dialect=dialect))
+    assert addresses(made) == before
+    spoilt = second["3.up_proj.weight_scale"].clone()
+    spoilt.view(torch.uint8)[0, 0] = 0x7F
+    with pytest.raises(RuntimeError, match="NaN"):
+        made.load_state_dict(second | {"3.up_proj.weight_scale": spoilt})
+    with pytest.raises(InvalidInput, match="NaN"):
+        made(*call)
+    made.load_state_dict(second)
+    assert torch.equal(made(*call), plain(second, call, dialect=dialect)) and addresses(made) == before
+
+
+@keeps
+def test_the_memory_format_of_images_leaves_blobs_alone(call, keep):
+    made = module(keep=keep).load_(tensors())
+    before = addresses(made)
+    made.to(memory_format=torch.channels_last)
+    assert torch.equal(made(*call), plain(tensors(), call)) and addresses(made) == before

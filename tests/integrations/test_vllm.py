@@ -43,13 +43,28 @@ def test_finding_it_imports_neither_vllm_nor_the_classes():
     assert "vllm" not in loaded and "nvfp4.integrations.vllm.configs" not in loaded
 
 
-@pytest.mark.parametrize("value", [None, "", "0", "yes"])
+@pytest.mark.parametrize("value", [None, "", "0"])
 def test_nothing_happens_unless_it_is_asked_for(fake_vllm, monkeypatch, value):
     monkeypatch.delenv("NVFP4_VLLM")
     if value is not None:
         monkeypatch.setenv("NVFP4_VLLM", value)
     plugin.register()
     assert not fake_vllm.registered and "nvfp4.integrations.vllm.configs" not in sys.modules
+
+
+@pytest.mark.parametrize("value", ["yes", "true", "on"])
+def test_what_may_have_been_meant_is_told_in_a_warning(fake_vllm, monkeypatch, value):
+    monkeypatch.setenv("NVFP4_VLLM", value)
+    with pytest.warns(RuntimeWarning, match=f"not plugged into vLLM; got NVFP4_VLLM={value}; expected NVFP4_VLLM=1"):
+        plugin.register()
+    assert not fake_vllm.registered
+
+
+def test_without_vllm_it_says_so(monkeypatch):
+    monkeypatch.setenv("NVFP4_VLLM", "1")
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.warns(RuntimeWarning, match=r"got no vLLM in this environment; expected vLLM 0\.33\.0"):
+        plugin.register()
 
 
 @pytest.mark.parametrize("version", ["0.33.1", "0.32.0", "0.34.0rc1", "dev"])

@@ -39,6 +39,27 @@ def test_every_format_holds_the_same_routing(tmp_path):
     assert recorded_ids(found[0], MOE, 3).tolist() == IDS
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8])
+def test_integers_of_every_kind_and_byte_order_are_the_same(tmp_path, dtype):
+    ids = torch.tensor([[0, 3], [2, 1]])
+    wanted = read_routing(json_file(tmp_path, ids.tolist()))
+    save_file({"x": ids.to(dtype)}, tmp_path / "x.safetensors")
+    np.save(tmp_path / "x.npy", ids.to(dtype).numpy())
+    np.save(tmp_path / "big.npy", ids.numpy().astype(">i4"))
+    for name in ("x.safetensors", "x.npy", "big.npy"):
+        assert read_routing(tmp_path / name, [MOE]) == wanted
+
+
+@pytest.mark.parametrize("most", [None, 3, 1])
+def test_a_record_begins_with_a_token_that_names_an_expert(tmp_path, most):
+    """On a rank with a part of the experts the first tokens may be all of others: one of them would be no work."""
+    elsewhere = [-1, -1]
+    recorded = read_routing(json_file(tmp_path, [elsewhere, elsewhere, [-1, 2], elsewhere, [3, 1]]), most_tokens=most)
+    began = [[-1, 2], elsewhere, [3, 1], elsewhere, elsewhere][:most]
+    assert recorded_ids(recorded, MOE, len(began)).tolist() == began
+    assert recorded_ids(recorded, GROUPED, 1).tolist() == [[2]]
+
+
 def test_another_content_has_another_name_and_a_cut_one_the_same(tmp_path):
     whole = read_routing(json_file(tmp_path, IDS))
     assert read_routing(json_file(tmp_path, [[0, 3, 2], [-1, 3, 1]])).name != whole.name
@@ -56,7 +77,7 @@ def test_a_record_begins_again_where_it_ends_and_a_product_has_a_row_for_every_i
 @pytest.mark.parametrize(
     ("ids", "words"),
     [
-        ([[0, 4]], "got expert 4; expected ids below 4, the experts of moe 48x64"),
+        ([[-1, -1], [0, 4]], "got expert 4; expected ids below 4, the experts of moe 48x64"),
         ([[0, 1, 2]], "got 3 experts a token; expected top_k = 2 of moe 48x64"),
         ([[0, -2]], "got ids from -2 to 0; expected numbers of experts, or -1"),
         ([[-1, -1]], "got ids from -1 to -1"),
@@ -77,8 +98,15 @@ def test_files_of_other_kinds_are_refused(tmp_path):
     np.save(floats, np.ones((2, 2)))
     np.save(pickled, np.array([{}, {}]), allow_pickle=True)
     save_file({"a": torch.ones(1), "b": torch.ones(1)}, several)
+    flags, huge, halves = tmp_path / "flags.npy", tmp_path / "huge.npy", tmp_path / "h.safetensors"
+    np.save(flags, np.ones((2, 2), dtype=bool))
+    np.save(huge, np.array([[0, 2**64 - 1]], dtype=np.uint64))  # as int64 it would be -1
+    save_file({"a": torch.ones(2, 2).bfloat16()}, halves)
     for path, words in (
-        (floats, "expected a .npy file"),
+        (floats, "got torch.float64; expected integers"),
+        (flags, "got torch.bool; expected integers"),
+        (huge, "got an id of 18446744073709551615; expected numbers of experts"),
+        (halves, "got torch.bfloat16; expected integers"),
         (pickled, "expected a .npy file"),
         (several, "got tensors a, b; expected one tensor, or one named 'topk_ids'"),
         (tmp_path / "ids.txt", "got .txt; expected .npy or .safetensors or .json"),
@@ -106,3 +134,10 @@ def test_a_tuning_times_it_beside_the_others_and_later_runs_without_it_say_so(tm
         tune([Problem(n=64, k=64)], (3,), routing=path, **arguments)
     with pytest.raises(InvalidInput, match="ids below 3"):
         tune([replace(MOE, experts=3)], (3,), routing=path, **arguments)
+
+
+def test_one_token_is_tuned_with_the_record_of_a_rank_that_it_does_not_go_to(tmp_path, pace, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    path = json_file(tmp_path, [[-1, -1], [-1, -1], [1, -1]])
+    found = tune([MOE, GROUPED], (1,), device="cpu", store_path=tmp_path / "t.db", pace=pace, quick=True, routing=path)
+    assert found.exit_code == 0 and found.failures == {}

@@ -182,6 +182,23 @@ def test_swizzled_and_damaged_scales():
     assert repaired.to_checkpoint()[1].view(torch.uint8)[2, 5, 1] == 0x7E
 
 
+@pytest.mark.parametrize("layout_id", ["checkpoint", "fragment1-bf16"])
+def test_what_experts_cannot_be(layout_id):
+    weight, scale, factor = random_experts(3, 79, 64)
+    for tensors, options, words in (
+        ((weight, scale, torch.ones(3, 2)), {}, r"\(3, 2\); expected .*\(3,\) or \(3, 1\): 79 rows have no halves"),
+        ((torch.randn(3, 79, 64).bfloat16(), scale, factor), {}, "wrong dtype of weight; got torch.bfloat16.*ignore"),
+        ((weight[:, :, :17].contiguous(), scale, factor), {}, "K must be a multiple of 16"),
+        ((weight[:, :, ::2], scale, factor), {}, "weight is not contiguous"),
+        ((weight, scale.view(-1)[:-1], factor), {"scale_layout": "swizzled"}, "swizzled scales have the wrong size"),
+        ((weight, scale, factor), {"scale_layout": "swizzled"}, r"wrong size; got 316.*128 \* 4 for 79 rows"),
+        (([weight], scale, factor), {}, r"weight is no tensor; got list \["),
+    ):
+        with pytest.raises(InvalidInput, match=f"(?s){words}") as caught:
+            pack_experts(*tensors, layout_id=layout_id, **options)
+        assert "\n" not in str(caught.value)
+
+
 def test_rows_that_are_no_gate_and_up():
     with pytest.raises(InvalidInput, match=r"wrong number of rows of a gated weight; got 48 in shape \(2, 48, 32\)"):
         pack("fragment1-bf16-glu", random_experts(2, 48, 64))
