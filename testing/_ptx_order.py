@@ -26,6 +26,7 @@ class Order:
         words = -(-smem_bytes // WORD)
         self.now = np.eye(threads, dtype=np.int32)  # [thread, what it knows of the others' time]
         self._read = np.zeros((words, threads), np.int32)  # when each thread read it last
+        self._added: Array | None = None  # the same for atomic additions, once there is one
         self._writer = np.zeros(words, np.int32)
         self._written = np.zeros(words, np.int32)
 
@@ -50,6 +51,7 @@ class Order:
             return
         words = where[:, ::WORD] // WORD
         self._after_writes(threads, words, "reads")
+        self._after_additions(threads, words, "reads")
         self._read[words, threads[:, None]] = self.now[threads, threads][:, None]
 
     def write(self, threads: Array, where: Array, *, under_way: bool = False) -> None:
@@ -58,18 +60,40 @@ class Order:
             return
         words = where[:, ::WORD] // WORD
         self._after_writes(threads, words, "overwrites")
-        late = self._read[words] > self.now[threads][:, None]
-        if late.any():
-            lane, word, reader = np.argwhere(late)[0]
-            at = int(words[lane, word]) * WORD
-            raise AssertionError(f"thread {threads[lane]} overwrites what thread {reader} may be reading, at {at}")
+        self._after_additions(threads, words, "overwrites")
+        self._after_reads(threads, words)
         self._writer[words] = threads[:, None]
         self._written[words] = UNDER_WAY if under_way else self.now[threads, threads][:, None]
+
+    def add(self, threads: Array, where: Array) -> None:
+        """The same for atomic additions, which no order among themselves needs."""
+        if not len(self._written):
+            return
+        words = where[:, ::WORD] // WORD
+        self._after_writes(threads, words, "adds to")
+        self._after_reads(threads, words)
+        if self._added is None:
+            self._added = np.zeros_like(self._read)
+        self._added[words, threads[:, None]] = self.now[threads, threads][:, None]
 
     def landed(self, where: Array, times: Array) -> None:
         """Copies are complete: writes of their threads at these times."""
         if len(self._written):
             self._written[where[:, ::WORD] // WORD] = times[:, None]
+
+    def _after_reads(self, threads: Array, words: Array) -> None:
+        self._after(self._read, threads, words, "overwrites", "reading")
+
+    def _after_additions(self, threads: Array, words: Array, verb: str) -> None:
+        if self._added is not None:
+            self._after(self._added, threads, words, verb, "adding to")
+
+    def _after(self, times: Array, threads: Array, words: Array, verb: str, doing: str) -> None:
+        late = times[words] > self.now[threads][:, None]
+        if late.any():
+            lane, word, other = np.argwhere(late)[0]
+            at = int(words[lane, word]) * WORD
+            raise AssertionError(f"thread {threads[lane]} {verb} what thread {other} may be {doing}, at {at}")
 
     def _after_writes(self, threads: Array, words: Array, verb: str) -> None:
         late = self._written[words] > self.now[threads[:, None], self._writer[words]]

@@ -362,9 +362,12 @@ class Warp(Hopper, Lanes):
 
     def _atom(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert kinds[-2:] in (["inc", "u32"], ["add", "u32"])
+        space = "shared" if kinds[0] == "shared" else "global"
         for lane in np.flatnonzero(run):
             only = lane == LANE
-            memory, where = self._place("global", ops[1], 4, only)
+            memory, where = self._place(space, ops[1], 4, only)
+            if space == "shared":
+                self.block.order.add(self.clock[only], where)
             old, operand = memory[where].view(np.uint32)[0], self._get(ops[2])[lane]
             new = old + operand if kinds[-2] == "add" else np.where(old >= operand, 0, old + 1)
             memory[where] = new.astype(np.uint32).view(np.uint8)

@@ -10,7 +10,7 @@ import torch
 from ..cuda.compile import compile_cuda
 from ..cuda.launch import CudaLaunch
 from ..problem import Device
-from .cuda_routing import Routed
+from .cuda_routing import Routed, even_blocks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 __all__ = ["GATHER", "CudaGather"]
 
 GATHER = Path(__file__).with_name("gather.cu")
-THREADS, COLUMNS = 128, 8  # of a block, of a thread
+THREADS = 256
+SEGMENT = 1024  # columns that a warp copies at a time
+BLOCKS_PER_UNIT = 5  # of a multiprocessor, for many rows
 
 
 class CudaGather:
@@ -35,9 +37,10 @@ class CudaGather:
     """
 
     def __init__(self, device: Device, dtype: str, *, pdl: bool) -> None:
+        self._most_blocks = BLOCKS_PER_UNIT * device.units
         self._gather = CudaLaunch(
             compile_cuda(GATHER, device.capability, entry="gather", defines={"HALF": int(dtype == "float16")}),
-            fields="7PQ2I",
+            fields="7PQ3I",
             block=THREADS,
             smem_bytes=0,
             pdl=pdl,
@@ -59,7 +62,7 @@ class CudaGather:
         """
         rows, k = out.shape
         self._gather.launch(
-            rows * -(-k // (THREADS * COLUMNS)),
+            even_blocks(-(-rows * -(-k // SEGMENT) // (THREADS // 32)), self._most_blocks),
             1,
             1,
             torch._C._cuda_getCurrentRawStream(x.get_device()),
@@ -73,4 +76,5 @@ class CudaGather:
             x.stride(0) if len(x) > 1 else k,
             k,
             router.shape[1],
+            rows,
         )

@@ -10,7 +10,7 @@ import torch
 from ..cuda.compile import compile_cuda
 from ..cuda.launch import CudaLaunch
 from ..problem import Device
-from .cuda_routing import IDS, id_fields
+from .cuda_routing import IDS, even_blocks, id_fields
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = ["SUM", "CudaSum"]
 
 SUM = Path(__file__).with_name("sum.cu")
 THREADS, COLUMNS = 128, 4  # of a block, of a thread
+BLOCKS_PER_UNIT = 8  # of a multiprocessor, for many tokens
 
 
 class CudaSum:
@@ -35,9 +36,10 @@ class CudaSum:
     """
 
     def __init__(self, device: Device, dtype: str, *, pdl: bool) -> None:
+        self._most_blocks = BLOCKS_PER_UNIT * device.units
         self._sum = CudaLaunch(
             compile_cuda(SUM, device.capability, entry="sum", defines={"HALF": int(dtype == "float16")}),
-            fields=IDS + "2P2I",
+            fields=IDS + "2P3I",
             block=THREADS,
             smem_bytes=0,
             pdl=pdl,
@@ -50,7 +52,7 @@ class CudaSum:
         """
         tokens, n = out.shape
         self._sum.launch(
-            tokens * -(-n // (THREADS * COLUMNS)),
+            even_blocks(tokens * -(-n // (THREADS * COLUMNS)), self._most_blocks),
             1,
             1,
             torch._C._cuda_getCurrentRawStream(out.get_device()),
@@ -59,4 +61,5 @@ class CudaSum:
             out.data_ptr(),
             n,
             topk_ids.shape[1],
+            tokens,
         )

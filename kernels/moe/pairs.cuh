@@ -21,3 +21,35 @@ DEVICE int local_expert(const Ids& a, u64 pair) {
     if (a.map_words) expert = (u32)expert < a.map_size ? read_id(a.map, (u32)expert, a.map_words) : -1;
     return (u32)expert < a.experts ? expert : -1;
 }
+
+// id[i] = read_id(p, at[i], words) if at[i] < size, -1 otherwise. All are asked for before the first is looked at.
+template <int N>
+DEVICE void read_ids(const u32* p, const u32 (&at)[N], u32 size, u32 words, int (&id)[N]) {
+    if (words == 1) {
+#pragma unroll
+        for (int i = 0; i < N; i++) id[i] = at[i] < size ? (int)p[at[i]] : -1;
+    } else {
+        uint2 v[N];
+#pragma unroll
+        for (int i = 0; i < N; i++) v[i] = at[i] < size ? ((const uint2*)p)[at[i]] : make_uint2(0, 1);
+#pragma unroll
+        for (int i = 0; i < N; i++) id[i] = v[i].y == 0 ? (int)v[i].x : -1;
+    }
+}
+
+// local_expert of pairs first, first + 32 and so on; -1 from `end` on.
+template <int N>
+DEVICE void local_experts(const Ids& a, u32 first, u32 end, int (&expert)[N]) {
+    u32 at[N];
+#pragma unroll
+    for (int i = 0; i < N; i++) at[i] = first + i * 32;
+    read_ids(a.ids, at, end, a.id_words, expert);
+    if (a.map_words) {
+#pragma unroll
+        for (int i = 0; i < N; i++) at[i] = expert[i];
+        read_ids(a.map, at, a.map_size, a.map_words, expert);
+    }
+#pragma unroll
+    for (int i = 0; i < N; i++)
+        if ((u32)expert[i] >= a.experts) expert[i] = -1;
+}

@@ -1,14 +1,16 @@
-// Pairs of token and slot in the order of their experts, and the tiles of rows that follow: one block, no two runs
-// differ. `tile_groups` makes the same tiles from given offsets.
+// Pairs of token and slot in the order of their experts, and the tiles of rows that follow: no two runs differ.
+// `tile_groups` makes the same tiles from given offsets.
 //
-// A counting sort. Each warp has a share of the pairs that lie together; it counts them per expert (lanes with the same
-// expert find each other by a match), the counts are summed, and it goes through its share again and places each pair
-// behind those of the warps and lanes before it.
+// A counting sort. Each block has a share of the pairs that lie together, and each of its warps a share of that; the
+// warps count theirs per expert, the counts are summed, and they go through their shares again and place each pair
+// behind those of the blocks, warps and lanes before it (lanes with the same expert find each other by a match). If
+// there are several blocks, `count` tells them how many pairs the others have.
 
 #include "pairs.cuh"
 
 constexpr u32 MAX_WARPS = 32;
-constexpr int AHEAD = 4;  // ids a thread asks for at a time
+constexpr int AHEAD = 4;  // ids a thread asks for at a time; the first of its share it keeps
+constexpr u32 COUNT_THREADS = 256;
 
 struct Tiles {
     int4* list;     // [most] expert or -1 (none), its first row or position in `pairs`, rows, 0; expert by expert
@@ -20,8 +22,9 @@ struct RouteArgs {
     Ids ids;
     int* offsets;  // [experts + 1]
     int* pairs;    // [count], written up to the last offset
+    u32* counts;   // [blocks, experts]; unread when there is one block
     Tiles tiles;
-    u32 count;
+    u32 count, share;  // of all blocks; of a block
 };
 
 struct GroupArgs {
@@ -68,78 +71,147 @@ DEVICE Sums scan_block(Sums v, Sums& total) {
 DEVICE u32 tiles_of(const Tiles& a, u32 rows) { return (rows + a.rows - 1) / a.rows; }
 
 // first [experts], rows [experts], tile [experts] lie in shared memory; a warp writes the tiles of one expert at a time.
-DEVICE void write_tiles(const Tiles& a, const u32* first, const u32* rows, const u32* tile, u32 experts, u32 all) {
-    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    for (u32 e = warp; e < experts; e += blockDim.x / 32)
+// This is one of several blocks that do so.
+DEVICE void write_tiles(const Tiles& a, const u32* first, const u32* rows, const u32* tile, u32 experts, u32 all,
+                        u32 block, u32 blocks) {
+    const u32 thread = block * blockDim.x + threadIdx.x, threads = blocks * blockDim.x, lane = threadIdx.x % 32;
+    for (u32 e = thread / 32; e < experts; e += threads / 32)
         for (u32 i = lane; i < tiles_of(a, rows[e]); i += 32)
             if (tile[e] + i < a.most)  // offsets that descend may ask for more
                 a.list[tile[e] + i] = make_int4(e, first[e] + i * a.rows, min(rows[e] - i * a.rows, a.rows), 0);
-    for (u32 i = all + threadIdx.x; i < a.most; i += blockDim.x) a.list[i] = make_int4(-1, 0, 0, 0);
-    if (threadIdx.x == 0) *a.count = min(all, a.most);
+    for (u32 i = all + thread; i < a.most; i += threads) a.list[i] = make_int4(-1, 0, 0, 0);
+    if (thread == 0) *a.count = min(all, a.most);
 }
 
-// Calls body(expert, pair) for pairs begin to end, a warp's lanes side by side; expert is -1 for none.
-template <class Body>
-DEVICE void for_each_pair(const Ids& ids, u32 begin, u32 end, const Body& body) {
-    const u32 lane = threadIdx.x % 32;
-    for (u32 first = begin; first < end; first += 32 * AHEAD) {
+DEVICE void add_counts(u32* counts, const int (&expert)[AHEAD]) {
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++)
+        if (expert[i] >= 0) atomicAdd(counts + expert[i], 1);
+}
+
+// counts[block] = pairs per expert in its share.
+extern "C" __global__ void __launch_bounds__(COUNT_THREADS) count(const __grid_constant__ RouteArgs a) {
+    wait_for_previous_kernel();
+    launch_dependents();  // behind the wait: `route` reads ids without one
+    const u32 experts = a.ids.experts, begin = blockIdx.x * a.share, end = min(begin + a.share, a.count);
+    for (u32 e = threadIdx.x; e < experts; e += COUNT_THREADS) smem[e] = 0;
+    __syncthreads();
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (u32 first = begin + warp * 32 * AHEAD; first < end; first += COUNT_THREADS * AHEAD) {
         int expert[AHEAD];
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) {
-            const u32 pair = first + i * 32 + lane;
-            expert[i] = pair < end ? local_expert(ids, pair) : -1;
-        }
-#pragma unroll
-        for (int i = 0; i < AHEAD; i++) body(expert[i], first + i * 32 + lane);
+        local_experts(a.ids, first + lane, end, expert);
+        add_counts(smem, expert);
     }
+    __syncthreads();
+    for (u32 e = threadIdx.x; e < experts; e += COUNT_THREADS) a.counts[blockIdx.x * experts + e] = smem[e];
+}
+
+// Sums over the blocks: before this one, and all. Both are zero at first.
+DEVICE void add_blocks(const u32* counts, u32 experts, u32* before, u32* all) {
+    const u32 lane = threadIdx.x % 32;
+    for (u32 b = threadIdx.x / 32; b < gridDim.x; b += blockDim.x / 32)
+        for (u32 first = lane; first < experts; first += 32 * AHEAD) {
+            u32 v[AHEAD];
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++) v[i] = first + i * 32 < experts ? counts[b * experts + first + i * 32] : 0;
+#pragma unroll
+            for (int i = 0; i < AHEAD; i++)
+                if (v[i]) {
+                    atomicAdd(all + first + i * 32, v[i]);
+                    if (b < blockIdx.x) atomicAdd(before + first + i * 32, v[i]);
+                }
+        }
+}
+
+// counts[w * step] = `before` and the sum of those before it, for all warps; the sum of all.
+DEVICE u32 scan_warps(u32* counts, u32 warps, u32 step, u32 before) {
+    u32 sum = before;
+    for (u32 w = 0; w < warps; w += 8) {  // loads at a time
+        u32 v[8];
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) v[i] = w + i < warps ? counts[(w + i) * step] : 0;
+#pragma unroll
+        for (u32 i = 0; i < 8; i++) {
+            if (w + i < warps) counts[(w + i) * step] = sum;
+            sum += v[i];
+        }
+    }
+    return sum - before;
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32) route(const __grid_constant__ RouteArgs a) {
-    wait_for_previous_kernel();
+    const bool several = gridDim.x > 1;
+    if (!several) wait_for_previous_kernel();
     launch_dependents();
     const u32 experts = a.ids.experts, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const u32 warps = min(blockDim.x / 32, (a.count + 31) / 32);  // that have pairs
-    const u32 share = (a.count + warps * 32 - 1) / (warps * 32) * 32;
-    const u32 begin = min(warp * share, a.count), end = min(begin + share, a.count);
+    const u32 start = blockIdx.x * a.share, size = min(a.share, a.count - start);
+    const u32 warps = min(blockDim.x / 32, (size + 31) / 32);  // that have pairs
+    const u32 share = (size + warps * 32 - 1) / (warps * 32) * 32;
+    const u32 begin = start + min(warp * share, size), end = min(begin + share, start + size);
     u32 *first = first_row(), *rows = first + experts, *tile = rows + experts, *counts = tile + experts;
     u32* mine = counts + min(warp, warps - 1) * experts;
 
-    for (u32 i = threadIdx.x; i < warps * experts; i += blockDim.x) counts[i] = 0;
+    int kept[AHEAD];
+    local_experts(a.ids, begin + lane, end, kept);
+    if (warp < warps)
+        for (u32 e = lane; e < experts; e += 32) mine[e] = 0;
+    for (u32 e = threadIdx.x; e < experts; e += blockDim.x) first[e] = rows[e] = 0;
+    __syncwarp();
+    add_counts(mine, kept);
+    for (u32 at = begin + 32 * AHEAD; at < end; at += 32 * AHEAD) {
+        int expert[AHEAD];
+        local_experts(a.ids, at + lane, end, expert);
+        add_counts(mine, expert);
+    }
     __syncthreads();
-    for_each_pair(a.ids, begin, end, [&](int expert, u32) {
-        const u32 same = __match_any_sync(0xffffffffu, expert);
-        if (expert >= 0 && lane == __ffs(same) - 1) mine[expert] += __popc(same);
-        __syncwarp();
-    });
-    __syncthreads();
+    if (several) {
+        wait_for_previous_kernel();
+        add_blocks(a.counts, experts, first, rows);
+        __syncthreads();
+    }
 
     Sums all = {0, 0};
     for (u32 base = 0; base < experts; base += blockDim.x) {
         const u32 e = base + threadIdx.x;
         u32 sum = 0;
-        if (e < experts)
-            for (u32 w = 0; w < warps; w++) {
-                const u32 count = counts[w * experts + e];
-                counts[w * experts + e] = sum;
-                sum += count;
-            }
-        const Sums before = scan_block({sum, tiles_of(a.tiles, sum)}, all);
-        if (e < experts) a.offsets[e] = first[e] = before.rows, rows[e] = sum, tile[e] = before.tiles;
-    }
-    if (threadIdx.x == 0) a.offsets[experts] = all.rows;
-    __syncthreads();
-
-    for_each_pair(a.ids, begin, end, [&](int expert, u32 pair) {
-        const u32 same = __match_any_sync(0xffffffffu, expert), before = __popc(same & ((1u << lane) - 1));
-        const u32 at = expert >= 0 ? mine[expert] : 0;
-        __syncwarp();
-        if (expert >= 0) {
-            a.pairs[first[expert] + at + before] = pair;
-            if (before == 0) mine[expert] = at + __popc(same);
+        if (e < experts) {
+            sum = scan_warps(counts + e, warps, experts, first[e]);
+            if (several) sum = rows[e];
         }
-        __syncwarp();
-    });
-    write_tiles(a.tiles, first, rows, tile, experts, all.tiles);
+        const Sums before = scan_block({sum, tiles_of(a.tiles, sum)}, all);
+        if (e < experts) first[e] = before.rows, rows[e] = sum, tile[e] = before.tiles;
+    }
+    __syncthreads();
+    if (blockIdx.x == 0) {
+        for (u32 e = threadIdx.x; e < experts; e += blockDim.x) a.offsets[e] = first[e];
+        if (threadIdx.x == 0) a.offsets[experts] = all.rows;
+    }
+
+    auto place = [&](const int(&expert)[AHEAD], u32 at) {
+        u32 same[AHEAD];
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            if (at + i * 32 < end) same[i] = __match_any_sync(0xffffffffu, expert[i]);
+#pragma unroll
+        for (int i = 0; i < AHEAD; i++)
+            if (at + i * 32 < end) {
+                const u32 before = __popc(same[i] & ((1u << lane) - 1));
+                const u32 those = expert[i] >= 0 ? mine[expert[i]] : 0;
+                __syncwarp();
+                if (expert[i] >= 0) {
+                    a.pairs[first[expert[i]] + those + before] = at + i * 32 + lane;
+                    if (before == 0) mine[expert[i]] = those + __popc(same[i]);
+                }
+                __syncwarp();
+            }
+    };
+    place(kept, begin);
+    for (u32 at = begin + 32 * AHEAD; at < end; at += 32 * AHEAD) {
+        int expert[AHEAD];
+        local_experts(a.ids, at + lane, end, expert);
+        place(expert, at);
+    }
+    write_tiles(a.tiles, first, rows, tile, experts, all.tiles, blockIdx.x, gridDim.x);
 }
 
 // Block 0 makes the tiles, the others the zeros.
@@ -158,7 +230,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32) tile_groups(const _
             if (e < a.experts) first[e] = begin, rows[e] = end - begin, tile[e] = before.tiles;
         }
         __syncthreads();
-        write_tiles(a.tiles, first, rows, tile, a.experts, all.tiles);
+        write_tiles(a.tiles, first, rows, tile, a.experts, all.tiles, 0, 1);
         return;
     }
     const u64 begin = (u64)offset(0) * a.n, end = (u64)offset(a.experts) * a.n, size = (u64)a.m * a.n;

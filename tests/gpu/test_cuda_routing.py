@@ -38,7 +38,19 @@ def check(got, ids, experts, expert_map, tile_rows):
     assert got.tiles.tolist() == wanted + [[-1, 0, 0, 0]] * (got.most_tiles - len(wanted))
 
 
-SIZES = [(1, 8, 128), (7, 2, 5), (64, 8, 128), (64, 22, 512), (300, 8, 256), (4096, 8, 128), (33, 4, 2048), (9, 1, 1)]
+SIZES = [
+    (1, 8, 128),
+    (7, 2, 5),
+    (64, 8, 128),
+    (64, 22, 512),
+    (256, 8, 128),
+    (300, 8, 256),
+    (4096, 8, 128),
+    (20000, 8, 128),
+    (33, 4, 2048),
+    (900, 4, 2048),
+    (9, 1, 1),
+]
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), SIZES)
@@ -57,15 +69,16 @@ def test_sorts_as_the_host_does(tokens, top_k, experts, seed):
     check(again, ids, experts, expert_map, 8 << seed)
 
 
-def test_a_graph_follows_new_ids():
+@pytest.mark.parametrize("tokens", [64, 4096])
+def test_a_graph_follows_new_ids(tokens):
     route = CudaRouting(describe("cuda"), 128)
-    ids = random_ids(64, 8, 128, 0, torch.int32).to(GPU)
+    ids = random_ids(tokens, 8, 128, 0, torch.int32).to(GPU)
     route(ids, None, 16)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         got = route(ids, None, 16)
     for seed in range(4):
-        other = random_ids(64, 8, 128, seed, torch.int32)
+        other = random_ids(tokens, 8, 128, seed, torch.int32)
         ids.copy_(other)
         graph.replay()
         torch.cuda.synchronize()
@@ -103,7 +116,9 @@ def test_wrong_offsets_lead_to_no_other_memory(offsets):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "top_k", "n"), [(1, 8, 2048), (70, 22, 1024), (9, 40, 7168), (2, 3, 16)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "n"), [(1, 8, 2048), (70, 22, 1024), (9, 40, 7168), (2, 3, 16), (3001, 8, 2048)]
+)
 def test_sums(dtype, tokens, top_k, n):
     ids = random_ids(tokens, top_k, 16, 0, torch.int32).to(GPU)
     keep = (ids >= 0) & (ids < 16)
@@ -117,7 +132,9 @@ def test_sums(dtype, tokens, top_k, n):
     assert torch.equal(out, wanted.to(dtype))
 
 
-@pytest.mark.parametrize(("pairs", "experts", "limit_us"), [(512, 128, 10), (32768, 128, 40), (1408, 512, 20)])
+@pytest.mark.parametrize(
+    ("pairs", "experts", "limit_us"), [(512, 128, 10), (4096, 128, 10), (32768, 128, 20), (1408, 512, 20)]
+)
 def test_time(pairs, experts, limit_us):
     """Of a node in a graph; the limits only catch what has gone wrong."""
     route = CudaRouting(describe("cuda"), experts)

@@ -76,6 +76,27 @@ def test_a_missing_wait_or_barrier_raises_whatever_the_timing(parts, seed):
         run(*parts, EXCHANGE, seed=seed)
 
 
+ZERO, ADD = "st.shared.b32 [0], 0;", "atom.shared.add.u32 %r6, [0], 1;"
+TOTAL = """
+    ld.shared.b32 %r2, [0];
+    st.global.v4.b32 [%rd2], {%r2, %r2, %r2, %r2};
+    ret;
+}
+"""
+FIRST = "setp.eq.u32 %p0, %r0, 0; @%p0 " + ZERO
+
+
+def test_additions_to_shared_memory_need_no_order_among_themselves():
+    assert (run(FIRST, BARRIER, ADD, BARRIER, TOTAL).view(np.int32) == 64).all()
+
+
+@pytest.mark.parametrize("parts", [(FIRST, ADD, BARRIER), (FIRST, BARRIER, ADD)])
+@pytest.mark.parametrize("seed", range(4))
+def test_they_do_with_reads_and_writes(parts, seed):
+    with pytest.raises(AssertionError, match=r"may be (reading|writing|adding to)"):
+        run(*parts, TOTAL, seed=seed)
+
+
 def test_reads_outside_of_a_buffer_raise():
     with pytest.raises(AssertionError, match=r"cp.async.*outside of all buffers"):
         run(COPY, COMMIT, WAIT, BARRIER, EXCHANGE, source=np.zeros(255, np.float32))

@@ -62,6 +62,29 @@ def test_sorts_as_the_other_does(name, device):
     check_tiles(got, offsets.tolist(), tile_rows)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_several_blocks_sort_as_one_does(name, monkeypatch):
+    """Of 64 pairs each, or as many as there may be blocks for: more than the counting kernel asks for at a time."""
+    monkeypatch.setattr(cuda_routing, "ONE_BLOCK_PAIRS", 0)
+    monkeypatch.setattr(cuda_routing, "PART_PAIRS", 64)
+    monkeypatch.setattr(cuda_routing, "MAX_PARTS", 3)
+    ids, experts, expert_map = CASES[name]
+    with simulated([ids] if expert_map is None else [ids, expert_map], seed=len(name)) as launched:
+        got = CudaRouting(SMALL, experts)(ids, expert_map, 8)
+    assert launched == (["route"] if ids.numel() <= 64 else ["count", "route"])
+    offsets, pairs = routing.route(ids, experts, expert_map)
+    assert got.offsets.tolist() == offsets.tolist()
+    assert got.pairs[: offsets[-1]].tolist() == pairs[: offsets[-1]].tolist()
+    check_tiles(got, offsets.tolist(), 8)
+
+
+def test_parts_cover_all_pairs_and_none_is_empty():
+    for count in (1, 2048, 2049, 2080, 4096, 32768, 65535, 65537, 1000003):
+        blocks, share = cuda_routing.parts(count)
+        assert (blocks - 1) * share < count <= blocks * share
+        assert blocks <= cuda_routing.MAX_PARTS and (blocks == 1) == (count <= cuda_routing.ONE_BLOCK_PAIRS)
+
+
 @pytest.mark.parametrize("n", [24, 7])
 @pytest.mark.parametrize("offsets", [[0, 5, 5, 30], [3, 9, 27, 28], [0, 0, 0, 0], [30, 30, 30, 30], [0, 30, 30, 30]])
 def test_groups(offsets, n):
@@ -90,7 +113,7 @@ def test_wrong_offsets_lead_to_no_other_memory(offsets):
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0), (12, 0)])
 def test_compiles_without_spills(capability, tmp_path, monkeypatch):
     monkeypatch.setenv("NVFP4_KERNEL_CACHE", str(tmp_path))
-    for entry in ("route", "tile_groups"):
+    for entry in ("route", "count", "tile_groups"):
         code = compile_cuda(cuda_routing.ROUTE, capability, entry=entry)
         assert code.spill_bytes == code.stack_bytes == code.static_smem_bytes == 0
         assert code.registers <= 64  # 1024 threads

@@ -1,8 +1,11 @@
 """The sum over a token's experts in CUDA C++: its PTX on NumPy, and compiled for every architecture."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from nvfp4.kernels.cuda.compile import compile_cuda
+from nvfp4.kernels.moe import cuda_sum
 from nvfp4.kernels.moe.cuda_sum import SUM, CudaSum
 from nvfp4.kernels.moe.routing import local_experts
 from nvfp4.testing.conformance import H200
@@ -21,8 +24,11 @@ def in_order(results, ids, expert_map, experts, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "top_k", "n"), [(5, 3, 528), (2, 1, 16), (1, 40, 512), (3, 11, 1040)])
-def test_adds_in_the_order_of_slots(dtype, tokens, top_k, n):
+@pytest.mark.parametrize(("tokens", "top_k", "n"), [(5, 3, 528), (2, 1, 16), (1, 40, 512), (3, 70, 1040)])
+@pytest.mark.parametrize("blocks", [1, 2, cuda_sum.BLOCKS_PER_UNIT])
+def test_adds_in_the_order_of_slots(dtype, tokens, top_k, n, blocks, monkeypatch):
+    """Also with so few blocks that each sums for several tokens."""
+    monkeypatch.setattr(cuda_sum, "BLOCKS_PER_UNIT", blocks)
     g = torch.Generator().manual_seed(tokens)
     ids = torch.randint(-1, 8, (tokens, top_k), generator=g, dtype=torch.int32)
     expert_map = torch.tensor([0, 1, -1, 2, 3, 9], dtype=torch.int32) if tokens == 5 else None
@@ -30,7 +36,8 @@ def test_adds_in_the_order_of_slots(dtype, tokens, top_k, n):
     results[(local_experts(ids, 6, expert_map) < 0).flatten()] = torch.nan
     out = torch.full((tokens, n), torch.nan, dtype=dtype)
     with simulated([results, ids, out, *([] if expert_map is None else [expert_map])]):
-        CudaSum(H200, str(dtype).removeprefix("torch."), pdl=True)(results, ids, expert_map, 6, out)
+        device = replace(H200, units=1)
+        CudaSum(device, str(dtype).removeprefix("torch."), pdl=True)(results, ids, expert_map, 6, out)
     assert torch.equal(out, in_order(results, ids, expert_map, 6, dtype))
 
 
@@ -49,3 +56,4 @@ def test_compiles_without_spills(capability, tmp_path, monkeypatch):
     monkeypatch.setenv("NVFP4_KERNEL_CACHE", str(tmp_path))
     code = compile_cuda(SUM, capability, entry="sum", defines={"HALF": 1})
     assert code.spill_bytes == code.stack_bytes == code.static_smem_bytes == 0
+    assert code.registers * cuda_sum.THREADS * cuda_sum.BLOCKS_PER_UNIT <= 65536
