@@ -12,7 +12,7 @@ import torch
 from nvfp4.kernels import registry
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.problem import Problem
-from nvfp4.testing import conformance
+from nvfp4.testing import conformance, exact_experts
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = conformance.H200 if INTERPRET else describe("cpu")
@@ -93,3 +93,15 @@ def test_every_product_is_exact(kernel, dtype):
     assert sizes, f"{kernel.name} supports no K up to 256"
     less = {"rotations": 1, "global_scales": (3e-5,)} if INTERPRET else {}
     conformance.check_exact(kernel, DEVICE, CPU, dtype, k=sizes[0], **less)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kernel", [kernel for kernel in HERE if kernel.op == "grouped_gemm"], ids=name)
+def test_every_product_of_experts_is_exact(kernel, dtype):
+    exact_experts.check_exact_grouped(kernel, DEVICE, CPU, dtype, k=16 if INTERPRET else 96)
+
+
+@pytest.mark.parametrize("m", [16] if INTERPRET else [1, 16, 64])
+@pytest.mark.parametrize("kernel", [kernel for kernel in HERE if kernel.op == "moe"], ids=name)
+def test_sums_of_experts_may_be_larger_than_float16(kernel, m):
+    exact_experts.check_float16_range(kernel, DEVICE, CPU, m)
