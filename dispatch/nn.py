@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from ..errors import InvalidInput, message
 from ..kernels.weights.codec import GROUP, quantize
+from ..kernels.weights.layouts import family
+from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import GLOBAL_SCALE_DTYPES, Weight
 from .checkpoint.modules import CT, IGNORED, MODELOPT
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor
@@ -83,11 +85,12 @@ class Linear(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
         super().__init__()
-        if in_features < GROUP or in_features % GROUP or out_features < 1:
+        whole = type(in_features) is int and type(out_features) is int
+        if not whole or in_features < GROUP or in_features % GROUP or out_features < 1:
             raise InvalidInput(
                 message(
                     "wrong size of a Linear",
-                    got=f"in_features={in_features}, out_features={out_features}",
+                    got=f"in_features={in_features!r}, out_features={out_features!r}",
                     expected=f"in_features a multiple of {GROUP}, out_features at least 1",
                 )
             )
@@ -95,6 +98,8 @@ class Linear(nn.Module):
             raise InvalidInput(message("wrong dialect", got=repr(dialect), expected=" or ".join(map(repr, NAMES))))
         if dtype not in DTYPE_NAMES:
             raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+        if layout not in (None, "fragment") and get_layout(layout).gated:
+            raise InvalidInput(message("wrong layout of a Linear", got=repr(layout), expected=repr(family(layout))))
         self.in_features, self.out_features, self.dialect, self.dtype = in_features, out_features, dialect, dtype
         self._wanted_layout, self._keeps = layout, keep_checkpoint
         self._given: set[str] = set()  # what came of a weight that is not all there yet

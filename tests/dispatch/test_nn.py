@@ -273,6 +273,9 @@ def test_a_dense_layer_is_quantised(x):
         ((0, N), {}, "in_features=0"),
         ((K, 0), {}, "out_features=0"),
         ((K, N), {"dialect": "gptq"}, "wrong dialect; got 'gptq'"),
+        ((float(K), N), {}, f"in_features={float(K)}, out_features={N}; expected"),
+        ((K, N), {"layout": "fragment2"}, "unknown weight layout; got 'fragment2'"),
+        ((K, N), {"layout": "fragment1-bf16-glu"}, "wrong layout of a Linear; got 'fragment1-bf16-glu'; expected 'fr"),
         ((K, N), {"dtype": torch.float32}, "wrong dtype; got torch.float32"),
     ],
 )
