@@ -184,20 +184,29 @@ def first_version(db, fake, monkeypatch):
     return row
 
 
-def test_a_database_of_version_2_takes_recorded_routings_from_the_next_writer_on(timed, fake, db, sql, monkeypatch):
+def test_a_database_of_version_2_takes_recorded_routings_from_the_next_writer_on(
+    timed, fake, kernel, db, sql, monkeypatch, tmp_path
+):
     rows = timed(8, 1.0, 2.0, 3.0)
+    plan = make_plan(fake.device, MOE, rows, kernels={"a": kernel}, environment=fake.environment)
     with monkeypatch.context() as patch:
         patch.setattr(schema, "recorded_routings", lambda db: None)
         with Store.open(db) as store:
             store.add(rows)
+            store.save_plan(plan)
     connection = sqlite3.connect(db)
     with connection:
         connection.execute("DELETE FROM _sqlite_migrations WHERE name NOT IN ('first_tables', 'routings')")
     connection.close()
     assert sql("PRAGMA user_version") == [(2,)]
+    with Store.open(db, readonly=True) as store:
+        assert store.measurements(fake.device, MOE) == rows and store.load_plan(fake.device, MOE) == plan
+    with Store.open(tmp_path / "new.db") as store:
+        assert store.merge_from(db) == 3 and store.measurements(fake.device, MOE) == rows
+    assert sql("PRAGMA user_version") == [(2,)]
     with Store.open(db) as store:
         store.add(timed(8, 4.0, routings=(RECORDED,)))
-        assert store.measurements(fake.device, MOE)[:3] == rows
+        assert store.measurements(fake.device, MOE)[:3] == rows and store.load_plan(fake.device, MOE) == plan
     assert sql("SELECT routing, p50_us FROM measurements ORDER BY id")[2:] == [("skewed", 3.0), (RECORDED, 4.0)]
     with pytest.raises(sqlite3.IntegrityError, match="append-only"):
         sql("UPDATE measurement SET routing = 'random'")
