@@ -76,7 +76,7 @@ def inspect(
 ) -> None:
     """Show the plans of the database; with a SHAPE such as 4096x14336, all about one problem.
 
-    Problems of experts are named as `nvfp4 tune` names them: --moe and --grouped.
+    Problems of experts are given as `nvfp4 tune` takes them behind --moe or --grouped.
 
     \b
     Examples:
