@@ -294,3 +294,27 @@ def test_gemm_refuses_a_layout_of_experts(m):
     x = torch.zeros(m, 80).bfloat16()
     with pytest.raises(nvfp4.InvalidInput, match="in a layout for experts; got 'fragment1-bf16-glu'; expected 'fragme"):
         nvfp4.gemm(x, w13.data[0], None, torch.ones(1), layout=w13.layout, out_features=96)
+
+
+def test_permuted_blobs_give_the_same_bits():
+    """An expert is its slice of the blobs and its global scales, nothing else."""
+    case = moe_case(1)  # global scales of gate and up
+    w13, w2 = packed_moe(case)
+    order = torch.tensor([2, 0, 3, 1])
+    moved = [replace(w, data=w.data[order], global_scale=w.global_scale[order]) for w in (w13, w2)]
+    again = packed_moe(replace(case, weights=tuple(part[order] for part in case.weights)))
+    for one, other in zip(moved, again, strict=True):
+        assert torch.equal(one.data, other.data) and torch.equal(one.global_scale, other.global_scale)
+    place = torch.argsort(order)
+    ids = torch.where((case.ids >= 0) & (case.ids < 4), place[case.ids.clamp(0, 3)], -1)
+    out = nvfp4.moe(case.x, w13, w2=w2, topk_ids=case.ids, topk_weights=case.router)
+    assert torch.equal(nvfp4.moe(case.x, moved[0], w2=moved[1], topk_ids=ids, topk_weights=case.router), out)
+
+
+def test_a_token_s_result_does_not_depend_on_how_many_there_are():
+    case = moe_case(m=40)
+    w13, w2 = packed_moe(case)
+    whole = nvfp4.moe(case.x, w13, w2=w2, topk_ids=case.ids, topk_weights=case.router)
+    for m in (1, 7, 16, 33):
+        some = {"topk_ids": case.ids[:m], "topk_weights": case.router[:m]}
+        assert torch.equal(nvfp4.moe(case.x[:m], w13, w2=w2, **some), whole[:m])
