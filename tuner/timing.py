@@ -149,10 +149,11 @@ class CpuTimer:
 
 
 class _Graph:
-    """A captured CUDA graph."""
+    """A captured CUDA graph, with the launches that it was captured from: it reads their tensors."""
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any, launches: Sequence[Launch]) -> None:
         self.launches = len(launches)
+        self._captured: Sequence[Launch] = launches
         self._graph = torch.cuda.CUDAGraph()
         # Not the torch.cuda.graph context manager: it empties the allocator's cache, which takes longer than a screen.
         with torch.cuda.stream(stream):
@@ -169,6 +170,7 @@ class _Graph:
 
     def close(self) -> None:
         self._graph.reset()
+        self._captured = ()
 
 
 class CudaTimer:

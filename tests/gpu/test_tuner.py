@@ -124,3 +124,20 @@ def test_a_small_tuning_finds_a_plan_and_its_repetition_measures_nothing(tmp_pat
     assert plan.intervals()[0].m_lo == 1 and plan.intervals()[-1].m_hi is None
     if not result.unexplored:
         assert tune((PROBLEM,), MS, store_path=path, quick=True).measured == 0
+
+
+def test_a_replay_keeps_what_it_reads(timer):
+    """Ids that only a launch held were freed once, and others' numbers were routed: 92 us instead of 217."""
+    out = torch.zeros(1 << 16, device="cuda")
+
+    def launches():
+        source = torch.ones(1 << 16, device="cuda")
+        return [lambda: out.copy_(source)] * 2
+
+    for launch in launches():
+        launch()
+    replay = timer.replay(launches(), 2)
+    other = [torch.full((1 << 16,), 7.0, device="cuda") for _ in range(64)]
+    timer.repeat(replay, 1)
+    assert bool((out == 1).all()) and len(other) == 64
+    replay.close()
