@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -126,7 +125,7 @@ def grouped_gemm(
     weight, scale, scale_2, own_layout = _parts("weight", w, weight_scale, weight_scale_2)
     if isinstance(w, Weight) and own_layout != "checkpoint":
         out_features = w.out_features if out_features is None else out_features
-        _check_sizes(x, {"weight": w}, weight=(out_features, _width(x)))
+        _check_size(x, "weight", w, out_features, _width(x))
     return torch.ops.nvfp4.grouped_gemm.default(  # type: ignore[no-any-return]
         x, weight, scale, scale_2, _given("expert_offsets", expert_offsets), layout=own_layout or layout,
         out_features=out_features,
@@ -216,19 +215,57 @@ def moe(
     """
     first, first_scale, first_scale_2, first_layout = _parts("w13", w13, w13_scale, w13_scale_2)
     second, second_scale, second_scale_2, second_layout = _parts("w2", w2, w2_scale, w2_scale_2)
-    packed = {n: w for n, w in (("w13", w13), ("w2", w2)) if isinstance(w, Weight) and w.layout != "checkpoint"}
-    if packed:
+    packed_13 = w13 if isinstance(w13, Weight) and first_layout != "checkpoint" else None
+    packed_2 = w2 if isinstance(w2, Weight) and second_layout != "checkpoint" else None
+    if packed_13 is not None or packed_2 is not None:
         hidden, halves = _width(x), 2 if get_activation(activation).gated else 1
-        if inter is None:
-            inter = packed["w2"].in_features if "w2" in packed else packed["w13"].out_features // halves
-        _check_sizes(x, packed, w13=(halves * inter, hidden), w2=(hidden, inter))
+        if inter is None and packed_2 is not None:
+            inter = packed_2.in_features
+        elif inter is None:
+            assert packed_13 is not None, "one of them is packed"
+            inter = packed_13.out_features // halves
+        if packed_13 is not None:
+            _check_size(x, "w13", packed_13, halves * inter, hidden)
+        if packed_2 is not None:
+            _check_size(x, "w2", packed_2, hidden, inter)
+    # What is as the op has it by default is not passed: every argument costs the dispatcher up to a microsecond.
+    options: dict[str, Any] = {}
+    if activation != "swiglu":
+        options["activation"] = activation
+    if inter is not None:
+        options["inter"] = inter
+    if (w13_layout := first_layout or w13_layout) != "checkpoint":
+        options["w13_layout"] = w13_layout
+    if (w2_layout := second_layout or w2_layout) != "checkpoint":
+        options["w2_layout"] = w2_layout
+    if not (
+        (pre_quant_scale is w2_pre_quant_scale is expert_map is w13_bias is w2_bias is None)
+        and (limit is alpha is beta is None)
+        and apply_router_weight_on_input is False
+    ):
+        options |= {
+            "pre_quant_scale": pre_quant_scale,
+            "w2_pre_quant_scale": w2_pre_quant_scale,
+            "expert_map": expert_map,
+            "apply_router_weight_on_input": apply_router_weight_on_input,
+            "limit": limit,
+            "alpha": alpha,
+            "beta": beta,
+            "w13_bias": w13_bias,
+            "w2_bias": w2_bias,
+        }
     return torch.ops.nvfp4.moe.default(  # type: ignore[no-any-return]
-        x, first, first_scale, first_scale_2, second, second_scale, second_scale_2, _given("topk_ids", topk_ids),
-        _given("topk_weights", topk_weights), activation=activation, inter=inter, pre_quant_scale=pre_quant_scale,
-        w2_pre_quant_scale=w2_pre_quant_scale, expert_map=expert_map,
-        apply_router_weight_on_input=apply_router_weight_on_input, limit=limit, alpha=alpha, beta=beta,
-        w13_bias=w13_bias, w2_bias=w2_bias, w13_layout=first_layout or w13_layout, w2_layout=second_layout or w2_layout,
-    )  # fmt: skip
+        x,
+        first,
+        first_scale,
+        first_scale_2,
+        second,
+        second_scale,
+        second_scale_2,
+        _given("topk_ids", topk_ids),
+        _given("topk_weights", topk_weights),
+        **options,
+    )
 
 
 def _parts(
@@ -254,14 +291,12 @@ def _width(x: Tensor) -> int:
     return x.shape[-1]
 
 
-def _check_sizes(x: Tensor, packed: Mapping[str, Weight], **wanted: tuple[int, int]) -> None:
-    """Whether Weights have the N and K that x and the others ask for: padded blobs do not tell."""
-    for name, w in packed.items():
-        n, k = wanted[name]
-        if (w.out_features, w.in_features) != (n, k):
-            raise InvalidInput(
-                message(f"{name} does not fit", got=f"{w}, x of shape {tuple(x.shape)}", expected=f"{n} x {k}")
-            )
+def _check_size(x: Tensor, name: str, w: Weight, n: int, k: int) -> None:
+    """Whether a Weight has the N and K that x and the others ask for: padded blobs do not tell."""
+    if w.out_features != n or w.in_features != k:
+        raise InvalidInput(
+            message(f"{name} does not fit", got=f"{w}, x of shape {tuple(x.shape)}", expected=f"{n} x {k}")
+        )
 
 
 def _given(name: str, tensor: Tensor | None) -> Tensor:

@@ -1,7 +1,11 @@
 """The path of a call of grouped_gemm and moe.
 
-One key of plain values over everything that was checked finds what was bound; what depends on the number of tokens is
-looked at in every call. Launchers get what `kernels.moe.arguments` says.
+`moe` serves a call that is like an earlier one, as `call.gemm` does: the address of w13 names guards, and one of them
+compares all properties of all tensors at once. What is left is the number of tokens, where tensors lie, a bisect, the
+output and the launcher.
+
+Everything else is checked: one key of plain values over everything that was checked finds what was bound; what depends
+on the number of tokens is looked at in every call. Launchers get what `kernels.moe.arguments` says.
 """
 
 from __future__ import annotations
@@ -18,17 +22,18 @@ from ..kernels.moe.activations import Constants, constants
 from ..kernels.moe.activations import activation as get_activation
 from ..kernels.moe.arguments import MoeArguments
 from ..kernels.problem import Problem
-from ..kernels.weights.layouts import first_layout
-from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import check_tensors, is_aligned
 from . import table
 from .call import as_rows
-from .checks import DTYPE_NAMES, refuse_grad
+from .checks import DTYPE_NAMES, LOW, have_memory, refuse_grad
 from .expert_checks import check_grouped, check_moe, check_places, check_tokens
+from .expert_recent import ABSENT, Recent, fit, recent, remember
+from .expert_zeros import run_on_zeros
 
 __all__ = ["grouped_gemm", "moe", "warm"]
 
-_calls: dict[tuple[Any, ...], tuple[Problem, Constants]] = {}  # by every property that was checked
+# by every property that was checked: what runs, and what it is recognised by
+_calls: dict[tuple[Any, ...], tuple[Problem, Constants, list[Recent]]] = {}
 table.on_clear(_calls.clear)
 
 
@@ -50,8 +55,8 @@ def grouped_gemm(
     if key not in _calls:
         n, k, experts = check_grouped(x, weight, weight_scale, weight_scale_2, expert_offsets, layout, out_features)
         problem = Problem(op="grouped_gemm", n=n, k=k, dtype=DTYPE_NAMES[x.dtype], experts=experts)
-        _calls[key] = problem, (0.0, 0.0, 0.0)
-    problem, _ = _calls[key]
+        _calls[key] = problem, (0.0, 0.0, 0.0), []
+    problem, *_ = _calls[key]
     check_places(x, large, small)
     out = x.new_empty((x.shape[0], problem.n))
     if not x.shape[0]:
@@ -88,9 +93,68 @@ def moe(
     w2_layout: str = "checkpoint",
 ) -> Tensor:
     """`nvfp4.moe` on tensors; the implementation of the op on every device."""
-    _refuse_grad(x)
-    check_tensors(topk_ids=topk_ids, topk_weights=topk_weights)
-    large = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
+    options = (activation, inter, apply_router_weight_on_input, limit, alpha, beta, w13_layout, w2_layout)
+    for is_like, its_options, look, dtype, empty, call in recent.get(w13.data_ptr(), ()):
+        # The guard compares every tensor's type, dtype, device, shape and strides with those of a call that passed all
+        # checks, and sees that x needs no gradient. It does not read numbers of tokens, addresses (that of w13 is
+        # aligned, and no freed one's, for only such are found) and what is no tensor.
+        if (
+            is_like(
+                x,
+                topk_ids,
+                topk_weights,
+                w13,
+                w13_scale_2,
+                w2,
+                w2_scale_2,
+                ABSENT[0] if w13_scale is None else w13_scale,
+                ABSENT[1] if w2_scale is None else w2_scale,
+                ABSENT[2] if w13_bias is None else w13_bias,
+                ABSENT[3] if w2_bias is None else w2_bias,
+                ABSENT[4] if pre_quant_scale is None else pre_quant_scale,
+                ABSENT[5] if w2_pre_quant_scale is None else w2_pre_quant_scale,
+                ABSENT[6] if expert_map is None else expert_map,
+            )
+            and options == its_options
+            and (m := x.shape[0])
+            and m == topk_ids.shape[0] == topk_weights.shape[0]
+            and not (
+                (a := x.data_ptr())
+                | (b := topk_ids.data_ptr())
+                | (c := topk_weights.data_ptr())
+                | (d := w13_scale_2.data_ptr())
+                | (e := w2.data_ptr())
+                | (f := w2_scale_2.data_ptr())
+            )
+            & 15
+            and (min(a, b, c, d, e, f) > LOW or have_memory(x, topk_ids, topk_weights, w13_scale_2, w2, w2_scale_2))
+            and not (
+                look
+                and not fit(w13_scale, w2_scale, w13_bias, w2_bias, pre_quant_scale, w2_pre_quant_scale, expert_map)
+            )
+        ):
+            hidden, uppers, launchers, values = call
+            out = empty((m, hidden), (hidden, 1), dtype)
+            arguments = MoeArguments(
+                x=x,
+                w13=w13,
+                w13_scale=_bytes(w13_scale),
+                w13_scale_2=w13_scale_2,
+                w2=w2,
+                w2_scale=_bytes(w2_scale),
+                w2_scale_2=w2_scale_2,
+                topk_ids=topk_ids,
+                topk_weights=topk_weights,
+                constants=values,
+                w13_bias=w13_bias,
+                w2_bias=w2_bias,
+                pre_quant_scale=pre_quant_scale,
+                w2_pre_quant_scale=w2_pre_quant_scale,
+                expert_map=expert_map,
+                weights_on_input=apply_router_weight_on_input,
+            )
+            launchers[bisect_left(uppers, m)](arguments, out)
+            return out
     vectors = {
         "w13_bias": w13_bias,
         "w2_bias": w2_bias,
@@ -98,8 +162,28 @@ def moe(
         "w2_pre_quant_scale": w2_pre_quant_scale,
         "expert_map": expert_map,
     }
+    return _moe(x, w13, w13_scale, w13_scale_2, w2, w2_scale, w2_scale_2, topk_ids, topk_weights, vectors, options)
+
+
+def _moe(
+    x: Tensor,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    w13_scale_2: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+    w2_scale_2: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    vectors: dict[str, Tensor | None],
+    options: tuple[Any, ...],
+) -> Tensor:
+    """A call that is like none before it at this address of w13."""
+    activation, inter, apply_router_weight_on_input, limit, alpha, beta, w13_layout, w2_layout = options
+    _refuse_grad(x)
+    check_tensors(topk_ids=topk_ids, topk_weights=topk_weights)
+    large = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
     small = {"w13_scale_2": w13_scale_2, "w2_scale_2": w2_scale_2, **vectors}
-    options = (activation, inter, apply_router_weight_on_input, limit, alpha, beta, w13_layout, w2_layout)
     key = ("moe", *_key(x, large, small), topk_ids.shape[-1:], *options)
     found = _calls.get(key)
     if found is None:
@@ -113,8 +197,8 @@ def moe(
         problem = Problem(
             op="moe", n=its_inter, k=hidden, dtype=DTYPE_NAMES[x.dtype], experts=experts, top_k=top_k, activation=name
         )
-        found = _calls[key] = problem, values
-    problem, values = found
+        found = _calls[key] = problem, values, []
+    problem, values, guards = found
     check_tokens(x, topk_ids, topk_weights)
     tokens = {"topk_ids": topk_ids, "topk_weights": topk_weights}
     check_places(x, large, {**small, **tokens})
@@ -122,7 +206,9 @@ def moe(
     if not x.numel():
         return out
     rows = as_rows(x)
-    launcher = _launcher(problem, x.device, w2_layout, rows.shape[0])  # that of w13 follows from it
+    uppers, launchers = _bound(problem, x.device, w2_layout)  # that of w13 follows from it
+    tensors = (x, topk_ids, topk_weights), (w13, w13_scale_2, w2, w2_scale_2), (w13_scale, w2_scale, *vectors.values())
+    remember((problem.k, uppers, launchers, values), guards, options, *tensors)
     ready = {name: None if tensor is None else _ready(tensor) for name, tensor in vectors.items()}
     arguments = MoeArguments(
         x=rows,
@@ -138,57 +224,26 @@ def moe(
         weights_on_input=apply_router_weight_on_input,
         **ready,
     )
-    launcher(arguments, out if out.ndim == 2 else out.view(-1, problem.k))
+    launchers[bisect_left(uppers, rows.shape[0])](arguments, out if out.ndim == 2 else out.view(-1, problem.k))
     return out
 
 
 def warm(problem: Problem, device: torch.device, layout: str, ms: tuple[int, ...]) -> None:
     """Bind a problem of experts and run its kernels, on tensors of zeros that hold one expert's weight only."""
     for m in ms:
-        _run_on_zeros(_launcher(problem, device, layout, m), problem, device, layout, m)
+        run_on_zeros(_launcher(problem, device, layout, m), problem, device, layout, m)
+
+
+def _bound(problem: Problem, device: torch.device, layout: str) -> table.Bound:
+    def load(launcher: Launcher, m: int) -> None:
+        run_on_zeros(launcher, problem, device, layout, m)
+
+    return table.bind(device, problem, layout, load if device.type == "cuda" else None)
 
 
 def _launcher(problem: Problem, device: torch.device, layout: str, m: int) -> Launcher:
-    def load(launcher: Launcher, m: int) -> None:
-        _run_on_zeros(launcher, problem, device, layout, m)
-
-    uppers, launchers = table.bind(device, problem, layout, load if device.type == "cuda" else None)
+    uppers, launchers = _bound(problem, device, layout)
     return launchers[bisect_left(uppers, m)]
-
-
-def _run_on_zeros(launcher: Launcher, problem: Problem, device: torch.device, layout: str, m: int) -> None:
-    """Run a launcher once. Every row goes to the first expert, so there is no memory behind the others' weights."""
-    p, dtype = problem, getattr(torch, problem.dtype)
-
-    def zeros(*shape: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, device=device)
-
-    def weight(layout: str, n: int, k: int) -> tuple[Tensor, Tensor | None, Tensor]:
-        target = get_layout(layout)
-        scale = None if target.scale_shape is None else zeros(1, *target.scale_shape(n, k))
-        return zeros(1, *target.data_shape(n, k)), scale, zeros(p.experts, 1, dtype=torch.float32)
-
-    x = zeros(m, p.k, dtype=dtype)
-    if p.op == "grouped_gemm":
-        offsets = torch.full((p.experts + 1,), m, dtype=torch.int32, device=device)
-        offsets[0] = 0
-        launcher(x, *weight(layout, p.n, p.k), offsets, zeros(m, p.n, dtype=dtype))
-        return
-    w13, w13_scale, w13_scale_2 = weight(first_layout(layout, p), p.n * (2 if p.gated else 1), p.k)
-    w2, w2_scale, w2_scale_2 = weight(layout, p.k, p.n)
-    arguments = MoeArguments(
-        x=x,
-        w13=w13,
-        w13_scale=w13_scale,
-        w13_scale_2=w13_scale_2,
-        w2=w2,
-        w2_scale=w2_scale,
-        w2_scale_2=w2_scale_2,
-        topk_ids=zeros(m, p.top_k, dtype=torch.int32),
-        topk_weights=zeros(m, p.top_k, dtype=torch.float32),
-        constants=constants(p.activation),
-    )
-    launcher(arguments, zeros(m, p.k, dtype=dtype))
 
 
 def _refuse_grad(x: Tensor) -> None:
@@ -215,7 +270,7 @@ def _ready(tensor: Tensor) -> Tensor:
 
 
 def _bytes(scale: Tensor | None) -> Tensor | None:
-    return None if scale is None else scale.view(torch.uint8)
+    return scale if scale is None or scale.dtype == torch.uint8 else scale.view(torch.uint8)
 
 
 def _factors(global_scale: Tensor) -> Tensor:

@@ -249,19 +249,20 @@ class FusedMoE(ExpertStacks):
         topk_weights
             [..., top_k] floating point, widened to float32.
         """
-        if self._w13_factor is None and not self._is_meta:
+        held = self._buffers  # looking them up as attributes takes a microsecond each
+        if held["_w13_factor"] is None and not self._is_meta:
             self.refresh_()
         plain = self.layout == "checkpoint"
-        w13, w2 = (self.w13, self.w2) if plain else (self._w13_data, self._w2_data)
+        w13, w2 = (held["w13"], held["w2"]) if plain else (held["_w13_data"], held["_w2_data"])
         assert w13 is not None and w2 is not None, "the layout tells where weights are"
-        s13, s2 = (self.w13_scale, self.w2_scale) if plain else (None, None)
+        s13, s2 = (held["w13_scale"], held["w2_scale"]) if plain else (None, None)
         return moe(
             x, w13, s13, self._factor("w13"), w2, s2, self._factor("w2"), topk_ids,
-            topk_weights.float(), activation=self.activation, inter=self.inter, pre_quant_scale=self.pre_quant_scale,
-            w2_pre_quant_scale=self.w2_pre_quant_scale, expert_map=self.expert_map,
-            apply_router_weight_on_input=self.apply_router_weight_on_input, limit=self.limit, alpha=self.alpha,
-            beta=self.beta, w13_bias=self.w13_bias, w2_bias=self.w2_bias, w13_layout=self._w13_layout,
-            w2_layout=self.layout,
+            topk_weights if topk_weights.dtype == torch.float32 else topk_weights.float(), activation=self.activation,
+            inter=self.inter, pre_quant_scale=held["pre_quant_scale"], w2_pre_quant_scale=held["w2_pre_quant_scale"],
+            expert_map=held["expert_map"], apply_router_weight_on_input=self.apply_router_weight_on_input,
+            limit=self.limit, alpha=self.alpha, beta=self.beta, w13_bias=held["w13_bias"], w2_bias=held["w2_bias"],
+            w13_layout=self._w13_layout, w2_layout=self.layout,
         )  # fmt: skip
 
     @property

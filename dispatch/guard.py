@@ -28,22 +28,27 @@ reinterpret: Callable[[Tensor, Sequence[int], Sequence[int]], Tensor] = getattr(
 )
 
 
-def make_guard(rows: Tensor, *tensors: Tensor) -> Guard | None:
-    """A guard made from contiguous rows [M, K], any M, and tensors that count with their whole shape.
+def make_guard(*tensors: Tensor, rows: int = 1) -> Guard | None:
+    """A guard made from tensors, the first of them contiguous rows [M, K], any M; others count with their whole shape.
 
     It compares Python type, dtype, device, shape, strides, requires_grad, and the keys that dispatch would see in the
     current thread: one made in inference mode refuses everything outside, and the other way round, but grad mode makes
     no difference. It refuses one tensor given twice. It reads neither addresses nor values, and keeps no reference.
     None where this torch has no such thing.
+
+    Parameters
+    ----------
+    rows
+        How many tensors are such rows. Whether they have the same M, the guard does not see.
     """
     make = getattr(_guards, "TensorGuards", None)
     if make is None:
         return None
+    first, others = tensors[:rows], tensors[rows:]
     guard: Guard = make(
-        rows,
         *tensors,
-        dynamic_dims_sizes=[[None, rows.shape[1]], *(list(tensor.shape) for tensor in tensors)],
-        dynamic_dims_strides=[[rows.shape[1], 1], *(list(tensor.stride()) for tensor in tensors)],
+        dynamic_dims_sizes=[*([None, one.shape[1]] for one in first), *(list(one.shape) for one in others)],
+        dynamic_dims_strides=[*([one.shape[1], 1] for one in first), *(list(one.stride()) for one in others)],
     ).check
     return guard
 

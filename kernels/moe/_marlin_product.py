@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,24 +20,13 @@ from .cuda_routing import IDS
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FIRST", "GROUPED", "SECOND", "SOURCE", "Found", "Product"]
+__all__ = ["FIRST", "GROUPED", "SECOND", "SOURCE", "Product"]
 
 SOURCE = Path(__file__).with_name("marlin_experts.cu")
 FIELDS = f"12P{IDS}2Q8I3f"  # struct Args of the source
 FIRST, SECOND, GROUPED = range(3)  # enum Product
 NO_IDS = (0, 0, 0, 0, 0, 0)
 NO_CONSTANTS = (0.0, 0.0, 0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Found:
-    """Where a product finds its tiles: in a list with or without pairs, or by the ids themselves."""
-
-    most_tiles: int
-    tiles: Tensor | None = None
-    pairs: Tensor | None = None
-    ids: tuple[int, ...] = NO_IDS  # values of struct Ids, of so many pairs:
-    count: int = 0
 
 
 class Product:
@@ -58,6 +46,8 @@ class Product:
         self.size, self.n, self.c = size, n, c
         self.row_tiles = row_tiles(size, c)
         self.expert_bytes = size.rows // 64 * (padded(size.k) // 64) * BLOCK_BYTES
+        self.meets_in_memory = c.split > 1 and c.meet == "memory"
+        self.may_be_first = kind == FIRST  # without a list no kernel of our own comes before
         number = [entry.name for entry in ACTIVATIONS].index(problem.activation) if kind == FIRST else 0
         # After a kernel of our own it may start while that one ends; after others only if that is asked for.
         chained = device.capability >= (9, 0)
@@ -83,61 +73,79 @@ class Product:
 
     def __call__(
         self,
-        x: Tensor,
+        stream: int,
+        device: torch.device,
+        x: int,
         weight: Tensor,
         global_scale: Tensor,
-        out: Tensor,
-        found: Found,
+        out: int,
         *,
+        row: int,
+        most_tiles: int,
+        tiles: int = 0,
+        pairs: int = 0,
+        ids: tuple[int, ...] = NO_IDS,
+        count: int = 0,
         top_k: int = 1,
         bias: Tensor | None = None,
+        x_dtype: torch.dtype | None = None,
         pre_quant_scale: Tensor | None = None,
         next_scale: Tensor | None = None,
         router: Tensor | None = None,
         constants: Constants = NO_CONSTANTS,
     ) -> None:
-        """Launch it on the current stream; the source says what the arguments are."""
-        c, most = self.c, found.most_tiles
-        first = found.tiles is None and (True, False) in self.launches  # no kernel of our own comes before
+        """Launch it; the source says what the arguments are. What the chain itself makes comes as addresses.
+
+        Parameters
+        ----------
+        stream, device
+            The current ones.
+        row
+            Elements from one row of x to the next.
+        most_tiles, tiles, pairs, ids, count
+            Where it finds its tiles, at most so many: in a list, with or without pairs, or by the ids themselves, given
+            as values of struct Ids, of so many pairs.
+        x_dtype
+            Which of its two dtypes a bias has.
+        """
+        c = self.c
+        grid = most_tiles * self.row_tiles * c.split
         partial = counters = 0
-        if c.split > 1 and c.meet == "memory":
-            met = most * self.row_tiles
+        if self.meets_in_memory:
+            met = most_tiles * self.row_tiles
             space = global_scale.new_empty(met * c.split * c.tokens * c.rows)
-            partial, counters = space.data_ptr(), zeroed_counters(out.device, met).data_ptr()
-        self.launches[first, pre_quant_scale is not None].launch(
-            most * self.row_tiles * c.split,
+            partial, counters = space.data_ptr(), zeroed_counters(device, met).data_ptr()
+        launch = self.launches[self.may_be_first and not tiles, pre_quant_scale is not None]
+        launch.launch(
+            grid,
             1,
             1,
-            torch._C._cuda_getCurrentRawStream(out.get_device()),
+            stream,
             weight.data_ptr(),
-            x.data_ptr(),
-            out.data_ptr(),
+            x,
+            out,
             global_scale.data_ptr(),
-            _address(bias),
-            _address(pre_quant_scale),
-            _address(next_scale),
-            _address(router),
-            _address(found.tiles),
-            _address(found.pairs),
+            0 if bias is None else bias.data_ptr(),
+            0 if pre_quant_scale is None else pre_quant_scale.data_ptr(),
+            0 if next_scale is None else next_scale.data_ptr(),
+            0 if router is None else router.data_ptr(),
+            tiles,
+            pairs,
             partial,
             counters,
-            *found.ids,
+            *ids,
             self.expert_bytes,
-            x.stride(0),
-            found.count,
+            row,
+            count,
             top_k,
             self.n,
             self.size.k,
             self.row_tiles,
             global_scale.shape[1],
-            0 if bias is None else 1 if bias.dtype == x.dtype else 2,
+            0 if bias is None else 1 if bias.dtype == x_dtype else 2,
             self.n if next_scale is not None and next_scale.ndim == 2 else 0,
             *constants,
         )
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 def _compiled(

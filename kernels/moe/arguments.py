@@ -23,7 +23,7 @@ __all__ = ["GroupedLauncher", "MoeArguments", "MoeLauncher"]
 GroupedLauncher = Callable[["Tensor", "Tensor", "Tensor | None", "Tensor", "Tensor", "Tensor"], None]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)  # not frozen: that takes three times as long to make, in every call
 class MoeArguments:
     """Everything a call of moe reads. E experts of which w13 has F rows each: 2 * inter with a gate, else inter.
 

@@ -11,12 +11,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..cuda.compile import cuda_sources
 from ..kernel import Config, Kernel, Space
 from ..problem import Device, Problem, Verdict
 from ..weights.fragment import fragment_id
 from ._marlin_experts import SHAPES, SPLITS, TOKENS, best, fits, fits_tokens, product_us, sizes, supports, tile
-from ._marlin_product import GROUPED, SOURCE, Found, Product
+from ._marlin_product import GROUPED, SOURCE, Product
 from .cuda_routing import ROUTE, CudaRouting
 
 if TYPE_CHECKING:
@@ -108,7 +110,17 @@ class _Launch:
     ) -> None:
         """The launcher: see `arguments.GroupedLauncher`."""
         found = self.routing.groups(expert_offsets, out, self.tokens)
-        self.product(x, weight, global_scale, out, Found(most_tiles=found.most_tiles, tiles=found.tiles))
+        self.product(
+            torch._C._cuda_getCurrentRawStream(out.get_device()),
+            out.device,
+            x.data_ptr(),
+            weight,
+            global_scale,
+            out.data_ptr(),
+            row=x.stride(0),
+            most_tiles=found.most_tiles,
+            tiles=found.tiles.data_ptr(),
+        )
 
 
 KERNEL: Kernel = MarlinGrouped()

@@ -17,13 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from ..cuda.compile import cuda_sources
 from ..gemm._marlin_model import MarlinConfig
 from ..kernel import Config, Kernel, Space
 from ..problem import Device, Problem, Verdict
 from ..weights.fragment import fragment_id
 from ._marlin_experts import SHAPES, SPLITS, TOKENS, best, fits, fits_tokens, product_us, sizes, supports, tile
-from ._marlin_product import FIRST, SECOND, SOURCE, Found, Product
+from ._marlin_product import FIRST, NO_IDS, SECOND, SOURCE, Product
 from .cuda_routing import ROUTE, CudaRouting, id_fields
 from .cuda_sum import SUM, CudaSum
 from .routing import most_tiles
@@ -122,16 +124,17 @@ class _Launch:
         self.first = Product(FIRST, device, p, first, p.n, first_tile)
         self.second = Product(SECOND, device, p, second, p.k, second_tile)
         self.sum = CudaSum(device, p.dtype, pdl=device.capability >= (9, 0))
+        # Tokens at a time: of the first product inter values in x's dtype, of the second hidden ones in float32.
+        self.step = max(1, SUM_BYTES // (p.top_k * (4 * p.k + 2 * p.n)))
         self._loaded = False
 
     def __call__(self, a: MoeArguments, out: Tensor) -> None:
         """The launcher: see `arguments.MoeLauncher`."""
-        p, tokens = self.problem, out.shape[0]
+        tokens, step = out.shape[0], self.step
         if not self._loaded:  # all of it: nothing may be loaded within a graph capture later
             self.routing.load(out.get_device())
             self.first.load(out.get_device())
             self._loaded = True
-        step = max(1, SUM_BYTES // (p.top_k * (4 * p.k + 2 * p.n)))
         if tokens <= step:
             self._run(a, out)
             return
@@ -141,31 +144,59 @@ class _Launch:
             self._run(part, out[some])
 
     def _run(self, a: MoeArguments, out: Tensor) -> None:
-        p, pairs = self.problem, a.topk_ids.numel()
-        between = a.x.new_empty((pairs, p.n))
-        results = a.topk_weights.new_empty((pairs, p.k))
+        p, x, topk_ids, device = self.problem, a.x, a.topk_ids, out.device
+        stream = torch._C._cuda_getCurrentRawStream(out.get_device())
+        pairs = topk_ids.shape[0] * p.top_k
+        # One allocation, because each costs microseconds: the results, float32, and behind them what lies between.
+        results = x.new_empty(pairs * (2 * p.k + p.n))
+        results_at = results.data_ptr()
+        between_at = results_at + 4 * pairs * p.k
         if pairs <= DIRECT_PAIRS:
-            ids = id_fields(a.topk_ids, a.expert_map, p.experts)
-            found = Found(most_tiles=most_tiles(pairs, p.experts, self.tokens), ids=ids, count=pairs)
+            most, tiles_at, pairs_at, count = most_tiles(pairs, p.experts, self.tokens), 0, 0, pairs
+            ids = id_fields(topk_ids, a.expert_map, p.experts)
         else:
-            routed = self.routing(a.topk_ids, a.expert_map, self.tokens)
-            found = Found(most_tiles=routed.most_tiles, tiles=routed.tiles, pairs=routed.pairs)
+            routed = self.routing(topk_ids, a.expert_map, self.tokens)
+            most, ids, count = routed.most_tiles, NO_IDS, 0
+            tiles_at, pairs_at = routed.tiles.data_ptr(), routed.pairs.data_ptr()
         self.first(
-            a.x,
+            stream,
+            device,
+            x.data_ptr(),
             a.w13,
             a.w13_scale_2,
-            between,
-            found,
+            between_at,
+            row=x.stride(0),
+            most_tiles=most,
+            tiles=tiles_at,
+            pairs=pairs_at,
+            ids=ids,
+            count=count,
             top_k=p.top_k,
             bias=a.w13_bias,
+            x_dtype=x.dtype,
             pre_quant_scale=a.pre_quant_scale,
             next_scale=a.w2_pre_quant_scale,
             router=a.topk_weights if a.weights_on_input else None,
             constants=a.constants,
         )
-        router = None if a.weights_on_input else a.topk_weights
-        self.second(between, a.w2, a.w2_scale_2, results, found, bias=a.w2_bias, router=router)
-        self.sum(results, a.topk_ids, a.expert_map, p.experts, out)
+        self.second(
+            stream,
+            device,
+            between_at,
+            a.w2,
+            a.w2_scale_2,
+            results_at,
+            row=p.n,
+            most_tiles=most,
+            tiles=tiles_at,
+            pairs=pairs_at,
+            ids=ids,
+            count=count,
+            bias=a.w2_bias,
+            x_dtype=x.dtype,
+            router=None if a.weights_on_input else a.topk_weights,
+        )
+        self.sum(results, topk_ids, a.expert_map, p.experts, out)
 
 
 KERNEL: Kernel = MarlinMoe()
