@@ -52,7 +52,12 @@ def test_layout_is_the_device_s_and_the_dtype_s(kernel):
 
 
 HOPPER_KERNELS = [(1, 16, "marlin"), (17, None, "cutedsl_wgmma")]
-OTHER_KERNELS = [(1, 64, "marlin"), (65, 192, "triton_fused_fragment"), (193, None, "two_pass_fragment")]
+OTHER_KERNELS = [
+    (1, 64, "marlin"),
+    (65, 191, "cutedsl_mma"),
+    (192, 192, "triton_fused_fragment"),
+    (193, None, "two_pass_fragment"),
+]
 
 
 @pytest.mark.parametrize(
