@@ -132,7 +132,7 @@ def test_a_tuning_times_it_beside_the_others_and_later_runs_without_it_say_so(tm
     assert f"was tuned with {name}" in later.notes[0]
     with Store.open(tmp_path / "t.db", readonly=True) as store:
         again = store.measurements(describe("cpu"), MOE)
-    # Nothing is screened again. Others may have to race: which are in front is asked of three routings now, not of four.
+    # Nothing is screened again; others may have to race, for three routings decide now who is in front, not four.
     assert sum(row.protocol == "screen" for row in again) == sum(row.protocol == "screen" for row in rows)
     with pytest.raises(InvalidInput, match="is for problems of experts"):
         tune([Problem(n=64, k=64)], (3,), routing=path, **arguments)
