@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 WORKERS ?= 2
-TUNE ?= --quick --budget 60s --shape 3072,1024 --shape 1024,3072
+TUNE ?= --quick --budget 3m --shape 3072,1024 --shape 1024,3072
 
 .DEFAULT_GOAL := test
 .NOTPARALLEL:
