@@ -1,4 +1,4 @@
-"""One product of `marlin_grouped` or `marlin_moe`: compiled, and launched on the tiles of a routing."""
+"""What `marlin_grouped` and `marlin_moe` share: where they run, and a product launched on the tiles of a routing."""
 
 from __future__ import annotations
 
@@ -10,23 +10,39 @@ import torch
 from ..cuda.compile import compile_cuda
 from ..cuda.launch import CudaLaunch, dependent_launches
 from ..gemm._marlin_model import MarlinConfig, macros
-from ..problem import Device, Problem
-from ..weights.fragment import BLOCK_BYTES, padded
+from ..kernel import Kernel
+from ..problem import Device, Problem, Verdict
+from ..weights.fragment import BLOCK_BYTES, fragment_id, padded
 from ..workspace import zeroed_counters
-from ._marlin_experts import Size, blocks_per_sm, row_tiles, smem_bytes
+from ._marlin_experts import Size, blocks_per_sm, row_tiles, smem_bytes, supports
 from .activations import ACTIVATIONS, Constants
 from .cuda_routing import IDS
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FIRST", "GROUPED", "SECOND", "SOURCE", "Product"]
+__all__ = ["FIRST", "GROUPED", "SECOND", "SOURCE", "MarlinExperts", "Product"]
 
 SOURCE = Path(__file__).with_name("marlin_experts.cu")
 FIELDS = f"12P{IDS}2Q8I3f"  # struct Args of the source
 FIRST, SECOND, GROUPED = range(3)  # enum Product
 NO_IDS = (0, 0, 0, 0, 0, 0)
 NO_CONSTANTS = (0.0, 0.0, 0.0)
+
+
+class MarlinExperts(Kernel):
+    """Layout, devices and range of both kernels."""
+
+    packages = ("nvidia-cuda-nvrtc",)
+    made_for = ((1, 256), (1, None))
+
+    def layout(self, device: Device, problem: Problem) -> str:
+        """Fragment order, in the encoding for the device and x's dtype."""
+        return fragment_id(device.capability, problem.dtype)
+
+    def supports(self, device: Device, problem: Problem) -> Verdict:
+        """CUDA, sm_80 and newer."""
+        return supports(device, problem)
 
 
 class Product:

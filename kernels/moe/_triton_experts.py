@@ -75,7 +75,7 @@ class TritonExperts(Kernel):
     def source_files(self) -> tuple[Path, ...]:
         """The kernel's own file, this one, routing, and all device code."""
         here = Path(__file__).parent
-        own = (f"{self.name}.py", Path(__file__).name, "routing.py", "_triton_grouped_device.py")
+        own = (f"{self.name}.py", Path(__file__).name, "_triton_sum.py", "routing.py", "_triton_grouped_device.py")
         more = ("_triton_routing_device.py", "_triton_activation_device.py")
         shared = ("_triton_fused_device.py", "_triton_decode.py")
         return (*(here / name for name in (*own, *more)), *(here.parent / "gemm" / name for name in shared))

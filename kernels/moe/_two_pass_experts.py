@@ -96,7 +96,7 @@ class TwoPassExperts(Kernel):
         """The kernel's own file, this one, routing, and all device code."""
         here = Path(__file__).parent
         kind = "moe" if self.op == "moe" else "grouped"
-        own = (f"two_pass_{kind}.py", Path(__file__).name, "routing.py", "_triton_dense_device.py")
+        own = (f"two_pass_{kind}.py", Path(__file__).name, "_triton_sum.py", "routing.py", "_triton_dense_device.py")
         more = ("_triton_grouped_device.py", "_triton_routing_device.py", "_triton_activation_device.py")
         shared = ("_triton_dequant_device.py", "_triton_fragment_device.py", "_triton_decode.py")
         return (*(here / name for name in (*own, *more)), *(here.parent / "gemm" / name for name in shared))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .activations import Constants
@@ -11,7 +11,7 @@ from .activations import Constants
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["GroupedLauncher", "MoeArguments", "MoeLauncher"]
+__all__ = ["GroupedLauncher", "MoeArguments", "MoeLauncher", "in_parts"]
 
 # launcher(x, weight, weight_scale, global_scale, expert_offsets, out) -> None
 #   x               [M, K] bfloat16 or float16; rows may be strided, the last dimension is contiguous; M >= 1
@@ -52,3 +52,15 @@ class MoeArguments:
 
 # launcher(arguments, out) -> None: out [T, hidden] in x's dtype, contiguous; every element is written
 MoeLauncher = Callable[[MoeArguments, "Tensor"], None]
+
+
+def in_parts(a: MoeArguments, out: Tensor, step: int, run: MoeLauncher) -> None:
+    """Run a call; one of more than `step` tokens in parts of so many, one after the other."""
+    tokens = out.shape[0]
+    if tokens <= step:
+        run(a, out)
+        return
+    for first in range(0, tokens, step):
+        some = slice(first, first + step)
+        part = replace(a, x=a.x[some], topk_ids=a.topk_ids[some], topk_weights=a.topk_weights[some])
+        run(part, out[some])

@@ -8,7 +8,6 @@ router weights and global scales are float32; the activation's result is rounded
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..cpu_decode import Decoder, prepare_tables
@@ -16,6 +15,7 @@ from ..kernel import Kernel
 from ..problem import Device, Problem
 from ._cpu_experts import LOOKUP, Block, CpuExperts, CpuExpertsConfig, blocks, product, run_blocks
 from .activations import activate
+from .arguments import in_parts
 from .routing import route
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ class _Launch:
 
         step = max(1, SUM_BYTES // (4 * self.problem.k * self.problem.top_k))
         with torch.no_grad():
-            for first in range(0, out.shape[0], step):
-                some = slice(first, first + step)
-                part = replace(a, x=a.x[some], topk_ids=a.topk_ids[some], topk_weights=a.topk_weights[some])
-                self._run(part, out[some])
+            in_parts(a, out, step, self._run)
 
     def _run(self, a: MoeArguments, out: Tensor) -> None:
         p = self.problem

@@ -11,7 +11,6 @@ Many tokens go through the chain in parts, so that what stands between its kerne
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,6 +19,7 @@ from ..kernel import Kernel
 from ..problem import Device, Problem
 from . import _cutedsl_config as configs
 from ._cutedsl_config import CuteDslExpertsConfig
+from .arguments import in_parts
 from .cuda_gather import GATHER
 from .cuda_sum import SUM
 from .cutedsl_grouped import CuteDslExperts
@@ -73,14 +73,7 @@ class _Launch:
         """The launcher: see `arguments.MoeLauncher`."""
         p, tokens = self.problem, out.shape[0]
         parts = -(-tokens // max(1, WORKSPACE_BYTES // (p.top_k * (4 * p.k + 2 * p.n))))
-        step = -(-tokens // parts)
-        if parts == 1:
-            self._run(a, out)
-            return
-        for first in range(0, tokens, step):
-            some = slice(first, first + step)
-            part = replace(a, x=a.x[some], topk_ids=a.topk_ids[some], topk_weights=a.topk_weights[some])
-            self._run(part, out[some])
+        in_parts(a, out, -(-tokens // parts), self._run)
 
     def _run(self, a: MoeArguments, out: Tensor) -> None:
         p, pairs = self.problem, a.topk_ids.numel()

@@ -16,9 +16,8 @@ import torch
 from ..cuda.compile import cuda_sources
 from ..kernel import Config, Kernel, Space
 from ..problem import Device, Problem, Verdict
-from ..weights.fragment import fragment_id
-from ._marlin_experts import SHAPES, SPLITS, TOKENS, best, fits, fits_tokens, product_us, sizes, supports, tile
-from ._marlin_product import GROUPED, SOURCE, Product
+from ._marlin_experts import SHAPES, SPLITS, TOKENS, best, fits, fits_tokens, product_us, sizes, tile
+from ._marlin_product import GROUPED, SOURCE, MarlinExperts, Product
 from .cuda_routing import ROUTE, CudaRouting
 
 if TYPE_CHECKING:
@@ -36,22 +35,12 @@ class MarlinGroupedConfig(Config):
     split: int  # blocks along K
 
 
-class MarlinGrouped(Kernel):
+class MarlinGrouped(MarlinExperts):
     """See the module."""
 
     name = "marlin_grouped"
     op = "grouped_gemm"
     config_type = MarlinGroupedConfig
-    packages = ("nvidia-cuda-nvrtc",)
-    made_for = ((1, 256), (1, None))
-
-    def layout(self, device: Device, problem: Problem) -> str:
-        """Fragment order, in the encoding for the device and x's dtype."""
-        return fragment_id(device.capability, problem.dtype)
-
-    def supports(self, device: Device, problem: Problem) -> Verdict:
-        """CUDA, sm_80 and newer."""
-        return supports(device, problem)
 
     def is_valid(self, device: Device, problem: Problem, config: MarlinGroupedConfig, m: int) -> Verdict:
         """Tiles that suit an expert's rows, and what a multiprocessor holds."""

@@ -12,7 +12,7 @@ products would want larger tiles.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,9 +23,9 @@ from ..cuda.compile import cuda_sources
 from ..gemm._marlin_model import MarlinConfig
 from ..kernel import Config, Kernel, Space
 from ..problem import Device, Problem, Verdict
-from ..weights.fragment import fragment_id
-from ._marlin_experts import SHAPES, SPLITS, TOKENS, best, fits, fits_tokens, product_us, sizes, supports, tile
-from ._marlin_product import FIRST, NO_IDS, SECOND, SOURCE, Product
+from ._marlin_experts import SHAPES, SPLITS, TOKENS, best, fits, fits_tokens, product_us, sizes, tile
+from ._marlin_product import FIRST, NO_IDS, SECOND, SOURCE, MarlinExperts, Product
+from .arguments import in_parts
 from .cuda_routing import ROUTE, CudaRouting, id_fields
 from .cuda_sum import SUM, CudaSum
 from .routing import most_tiles
@@ -50,22 +50,12 @@ class MarlinMoeConfig(Config):
     second_split: int
 
 
-class MarlinMoe(Kernel):
+class MarlinMoe(MarlinExperts):
     """See the module."""
 
     name = "marlin_moe"
     op = "moe"
     config_type = MarlinMoeConfig
-    packages = ("nvidia-cuda-nvrtc",)
-    made_for = ((1, 256), (1, None))
-
-    def layout(self, device: Device, problem: Problem) -> str:
-        """Fragment order, in the encoding for the device and x's dtype."""
-        return fragment_id(device.capability, problem.dtype)
-
-    def supports(self, device: Device, problem: Problem) -> Verdict:
-        """CUDA, sm_80 and newer."""
-        return supports(device, problem)
 
     def is_valid(self, device: Device, problem: Problem, config: MarlinMoeConfig, m: int) -> Verdict:
         """Tiles that suit an expert's rows, and what a multiprocessor holds."""
@@ -130,18 +120,11 @@ class _Launch:
 
     def __call__(self, a: MoeArguments, out: Tensor) -> None:
         """The launcher: see `arguments.MoeLauncher`."""
-        tokens, step = out.shape[0], self.step
         if not self._loaded:  # all of it: nothing may be loaded within a graph capture later
             self.routing.load(out.get_device())
             self.first.load(out.get_device())
             self._loaded = True
-        if tokens <= step:
-            self._run(a, out)
-            return
-        for first in range(0, tokens, step):
-            some = slice(first, first + step)
-            part = replace(a, x=a.x[some], topk_ids=a.topk_ids[some], topk_weights=a.topk_weights[some])
-            self._run(part, out[some])
+        in_parts(a, out, self.step, self._run)
 
     def _run(self, a: MoeArguments, out: Tensor) -> None:
         p, x, topk_ids, device = self.problem, a.x, a.topk_ids, out.device

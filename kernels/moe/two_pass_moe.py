@@ -9,23 +9,20 @@ Very many tokens go through in parts, so that float32 results of the second prod
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..gemm._triton_host import scaled_x
 from ..kernel import Kernel
 from ..problem import Device, Problem
-from ..triton_launch import TRITON_TYPES, TritonLaunch
+from ._triton_sum import SUM_BYTES, TritonSum, bias_arguments
 from ._two_pass_experts import Chunks, Dequantise, TwoPassExperts, TwoPassExpertsConfig, products, wide_rows
-from .routing import TritonRouting, as_words
+from .arguments import in_parts
+from .routing import TritonRouting
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .arguments import MoeArguments, MoeLauncher
-
-SUM_BYTES = 1 << 30  # of results of both products held at a time
-SUM_COLUMNS = 1024  # per block of the kernel that adds
 
 
 class TwoPassMoe(TwoPassExperts):
@@ -42,7 +39,6 @@ class TwoPassMoe(TwoPassExperts):
 class _Launch:
     def __init__(self, device: Device, problem: Problem, config: TwoPassExpertsConfig, layout: str) -> None:
         from ._triton_dense_device import dense_first, dense_second
-        from ._triton_grouped_device import sum_experts
 
         p = self.problem = problem
         self.routing = TritonRouting(device, p.experts)
@@ -53,27 +49,13 @@ class _Launch:
         turns = self.dequantise_first.in_turns
         self.first = self.chunks.product(dense_first, ACTIVATION=p.activation, GATED=p.gated, IN_TURNS=turns)
         self.second = self.chunks.product(dense_second, FLOAT_OUT=True)
-        pointers = {"results_ptr": "*fp32", "ids_ptr": "*i32", "map_ptr": "*i32"}
-        pointers["out_ptr"] = f"*{TRITON_TYPES[p.dtype]}"
-        integers = ("N", "top_k", "experts", "id_words", "map_words", "map_size")
-        self.sum = TritonLaunch(
-            sum_experts,
-            device,
-            signature=pointers | dict.fromkeys(integers, "i32"),
-            constants={"BLOCK": SUM_COLUMNS},
-        )
+        self.sum = TritonSum(device, p)
 
     def __call__(self, a: MoeArguments, out: Tensor) -> None:
         """The launcher: see `arguments.MoeLauncher`."""
-        p, tokens = self.problem, out.shape[0]
+        p = self.problem
         step = max(4, SUM_BYTES // (p.top_k * (4 * p.k + 2 * p.n)) // 4 * 4)
-        if tokens <= step:
-            self._run(a, out)
-            return
-        for first in range(0, tokens, step):
-            some = slice(first, first + step)
-            part = replace(a, x=a.x[some], topk_ids=a.topk_ids[some], topk_weights=a.topk_weights[some])
-            self._run(part, out[some])
+        in_parts(a, out, step, self._run)
 
     def _run(self, a: MoeArguments, out: Tensor) -> None:
         p = self.problem
@@ -82,18 +64,12 @@ class _Launch:
         results = a.topk_weights.new_empty((order.shape[0], p.k))
         self._first(a, offsets, order, between)
         self._second(a, offsets, order, between, results)
-        ids, id_words = as_words(a.topk_ids)
-        known, map_words = (ids, 0) if a.expert_map is None else as_words(a.expert_map)
-        map_size = 0 if a.expert_map is None else a.expert_map.numel()
-        blocks = out.shape[0] * -(-p.k // SUM_COLUMNS)
-        self.sum.launch(
-            (blocks, 1, 1), results, ids, known, out, p.k, p.top_k, p.experts, id_words, map_words, map_size
-        )
+        self.sum(a, results, out)
 
     def _first(self, a: MoeArguments, offsets: Tensor, order: Tensor, between: Tensor) -> None:
         p, vector = self.problem, a.w2_pre_quant_scale
         x = wide_rows(scaled_x(a.x, a.pre_quant_scale))
-        bias, float_bias, bias_kind = _bias(a.w13_bias, between, a.topk_weights)
+        bias, float_bias, bias_kind = bias_arguments(a.w13_bias, between, a.topk_weights)
         tensors = (a.w13_scale_2, bias, float_bias, between if vector is None else vector, a.topk_weights)
 
         def multiply(grid: tuple[int, int, int], dense: Tensor, first: int, count: int) -> None:
@@ -126,7 +102,7 @@ class _Launch:
 
     def _second(self, a: MoeArguments, offsets: Tensor, order: Tensor, between: Tensor, results: Tensor) -> None:
         p = self.problem
-        bias, float_bias, bias_kind = _bias(a.w2_bias, between, a.topk_weights)
+        bias, float_bias, bias_kind = bias_arguments(a.w2_bias, between, a.topk_weights)
         tensors = (a.w2_scale_2, bias, float_bias, a.topk_weights, offsets, order, results)
         on_input = 1 if a.weights_on_input else 0
 
@@ -136,13 +112,6 @@ class _Launch:
 
         weights = (a.w2, a.w2_scale)
         self.chunks.run(self.dequantise_second, *weights, offsets, between, order.shape[0], multiply, p.k)
-
-
-def _bias(bias: Tensor | None, low: Tensor, full: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The bias in x's dtype, the bias in float32, and which of them is one: 0, 1 or 2. The others are never read."""
-    if bias is None:
-        return low, full, 0
-    return (bias, full, 1) if bias.dtype == low.dtype else (low, bias, 2)
 
 
 KERNEL: Kernel = TwoPassMoe()
