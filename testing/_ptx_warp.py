@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ._ptx_async import LANES, POISON
 from ._ptx_lanes import Lanes
 from ._ptx_parse import Instruction
+from ._ptx_values import ARITHMETIC, COMPARE, Array, compared, halves, joined, to_bits, to_floats, wrapped
 from ._ptx_wgmma import Hopper
 
 if TYPE_CHECKING:
     from .ptx import Block
 
 __all__ = ["LANES", "POISON", "Warp"]
-
-Array = NDArray[Any]
 
 LANE = np.arange(LANES)
 G, Q = LANE // 4, LANE % 4  # rows and columns of the 8 x 8 matrices that a warp holds
@@ -36,35 +34,6 @@ PAUSES = (
 )  # others may run after these
 PAUSE = 1 / 8  # the probability
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-
-ARITHMETIC: dict[str, Callable[..., Array]] = {
-    "add": lambda a, b: a + b,
-    "sub": lambda a, b: a - b,
-    "mul": lambda a, b: a * b,
-    "neg": lambda a: -a,
-    "and": lambda a, b: a & b,
-    "or": lambda a, b: a | b,
-    "xor": lambda a, b: a ^ b,
-    "not": lambda a: ~a,
-    "min": np.minimum,
-    "max": np.maximum,
-    "mad": lambda a, b, c: a * b + c,
-    "fma": lambda a, b, c: (a.astype(np.float64) * b + c).astype(np.float32),
-    "div": lambda a, b: a / b if a.dtype == np.float32 else np.trunc(a / np.where(b == 0, 1, b)).astype(np.int64),
-    "rem": lambda a, b: np.fmod(a, np.where(b == 0, 1, b)),
-    "abs": np.abs,
-    "ex2": np.exp2,
-    "rcp": np.reciprocal,
-    "copysign": lambda a, b: np.copysign(b, a),
-}
-COMPARE: dict[str, Callable[[Array, Array], Array]] = {
-    "lt": np.less,
-    "le": np.less_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "eq": np.equal,
-    "ne": np.not_equal,
-}
 
 
 class Warp(Hopper, Lanes):
@@ -176,14 +145,14 @@ class Warp(Hopper, Lanes):
             if kind == "f32":
                 return function(*map(self._float, operands)).astype(np.float32).view(np.uint32)
             if kind in ("bf16x2", "f16x2"):
-                words = [_halves(self._get(operand)) for operand in operands]
-                low, high = (_bits(function(*(_floats(word[i], kind) for word in words)), kind) for i in range(2))
-                return _word(low, high)
+                words = [halves(self._get(operand)) for operand in operands]
+                low, high = (to_bits(function(*(to_floats(word[i], kind) for word in words)), kind) for i in range(2))
+                return joined(low, high)
             if kind == "pred":
                 return function(*(self.registers[operand] for operand in operands))
             if kind[0] == "b":
                 return function(*(self._get(operand, int(kind[1:])) for operand in operands))
-            return _wrapped(function(*(self._integer(operand, kind).astype(np.int64) for operand in operands)), kind)
+            return wrapped(function(*(self._integer(operand, kind).astype(np.int64) for operand in operands)), kind)
 
     # ---- integers, predicates, conversions ----
 
@@ -192,7 +161,7 @@ class Warp(Hopper, Lanes):
         if kinds[0] in ("wide", "hi"):
             product = self._integer(ops[1], kind).astype(np.int64) * self._integer(ops[2], kind).astype(np.int64)
             bits = int(kind[1:])
-            value = _wrapped(product, f"u{2 * bits}") if kinds[0] == "wide" else _wrapped(product >> bits, kind)
+            value = wrapped(product, f"u{2 * bits}") if kinds[0] == "wide" else wrapped(product >> bits, kind)
         else:
             value = self._compute(ARITHMETIC["mul"], kind, ops[1:])
         self._put(ops[0], value, run)
@@ -203,7 +172,7 @@ class Warp(Hopper, Lanes):
 
     def _shr(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         values = self._integer(ops[1], kinds[-1])
-        self._put(ops[0], _wrapped(values.astype(np.int64) >> self._get(ops[2]).astype(np.int64), kinds[-1]), run)
+        self._put(ops[0], wrapped(values.astype(np.int64) >> self._get(ops[2]).astype(np.int64), kinds[-1]), run)
 
     def _shf(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert kinds == ["l", "wrap", "b32"]
@@ -232,7 +201,7 @@ class Warp(Hopper, Lanes):
 
     def _dp2a(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert kinds == ["lo", "u32", "u32"]
-        (low, high), bytes_, add = _halves(self._get(ops[1])), self._get(ops[2]), self._get(ops[3])
+        (low, high), bytes_, add = halves(self._get(ops[1])), self._get(ops[2]), self._get(ops[3])
         self._put(ops[0], low * (bytes_ & 0xFF) + high * (bytes_ >> 8 & 0xFF) + add, run)
 
     def _bfi(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
@@ -243,7 +212,7 @@ class Warp(Hopper, Lanes):
     def _setp(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         kind = kinds[-1].replace("b", "u")
         if kind == "f32":
-            self._put(ops[0], _compared(kinds[0], self._float(ops[1]), self._float(ops[2])), run)
+            self._put(ops[0], compared(kinds[0], self._float(ops[1]), self._float(ops[2])), run)
             return
         self._put(ops[0], COMPARE[kinds[0]](self._integer(ops[1], kind), self._integer(ops[2], kind)), run)
 
@@ -275,13 +244,13 @@ class Warp(Hopper, Lanes):
         to, of = kinds[-2:]
         if of == "e2m1x2":
             byte = self._get(ops[1], 8).astype(int)
-            value = _word(*(_bits(E2M1[n & 7] * np.where(n & 8, -1.0, 1.0), to) for n in (byte & 15, byte >> 4)))
+            value = joined(*(to_bits(E2M1[n & 7] * np.where(n & 8, -1.0, 1.0), to) for n in (byte & 15, byte >> 4)))
         elif to in ("bf16x2", "f16x2"):
-            value = _word(_bits(self._float(ops[2]), to), _bits(self._float(ops[1]), to))
+            value = joined(to_bits(self._float(ops[2]), to), to_bits(self._float(ops[1]), to))
         elif to == "f32":
-            value = _floats(self._get(ops[1], 16), of).view(np.uint32)
+            value = to_floats(self._get(ops[1], 16), of).view(np.uint32)
         else:
-            value = _wrapped(self._integer(ops[1], of).astype(np.int64), to)
+            value = wrapped(self._integer(ops[1], of).astype(np.int64), to)
         self._put(ops[0], value, run)
 
     # ---- between lanes ----
@@ -296,18 +265,18 @@ class Warp(Hopper, Lanes):
 
     def _movmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert run.all() and "trans" in kinds
-        matrix = np.stack(_halves(self._get(ops[1])), 1).reshape(8, 8)
-        self._put(ops[0], _word(matrix[2 * Q, G], matrix[2 * Q + 1, G]), run)
+        matrix = np.stack(halves(self._get(ops[1])), 1).reshape(8, 8)
+        self._put(ops[0], joined(matrix[2 * Q, G], matrix[2 * Q + 1, G]), run)
 
     def _mma(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert run.all() and kinds[2] == "m16n8k16"
         a, b, c = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
         for r, name in enumerate(_parts(ops[1])):
-            for p, half in enumerate(_halves(self._get(name))):
-                a[G + 8 * (r % 2), 2 * Q + 8 * (r // 2) + p] = _floats(half, kinds[-2])
+            for p, half in enumerate(halves(self._get(name))):
+                a[G + 8 * (r % 2), 2 * Q + 8 * (r // 2) + p] = to_floats(half, kinds[-2])
         for r, name in enumerate(_parts(ops[2])):
-            for p, half in enumerate(_halves(self._get(name))):
-                b[2 * Q + 8 * r + p, G] = _floats(half, kinds[-2])
+            for p, half in enumerate(halves(self._get(name))):
+                b[2 * Q + 8 * r + p, G] = to_floats(half, kinds[-2])
         places = [(G + 8 * (r // 2), 2 * Q + r % 2) for r in range(4)]
         for place, name in zip(places, _parts(ops[3]), strict=True):
             c[place] = self._float(name)
@@ -376,41 +345,3 @@ class Warp(Hopper, Lanes):
 
 def _parts(operand: str) -> list[str]:
     return [part.strip() for part in operand.strip("{}").split(",")]
-
-
-def _compared(name: str, a: Array, b: Array) -> Array:
-    """ "geu" is true of NaN, "ge" is not."""
-    nan = np.isnan(a) | np.isnan(b)
-    if name in ("nan", "num"):
-        return np.asarray(nan == (name == "nan"))
-    return np.asarray(COMPARE[name[:2]](a, b) | nan if name.endswith("u") else COMPARE[name](a, b) & ~nan)
-
-
-def _wrapped(values: Array, kind: str) -> Array:
-    return np.asarray(values.astype(np.int64).astype(f"u{int(kind[1:]) // 8}"))
-
-
-def _halves(words: Array) -> tuple[Array, Array]:
-    return words & 0xFFFF, words >> 16
-
-
-def _word(low: Array, high: Array) -> Array:
-    return np.asarray((low | high << 16).astype(np.uint32))
-
-
-def _floats(bits: Array, kind: str) -> Array:
-    """16 bits of bfloat16 or float16 each, as float32."""
-    if kind.startswith("bf16"):
-        return np.asarray((bits.astype(np.uint32) << 16).view(np.float32))
-    return bits.astype(np.uint16).view(np.float16).astype(np.float32)
-
-
-def _bits(values: Array, kind: str) -> Array:
-    """The way back: to nearest, ties to even."""
-    values = values.astype(np.float32)
-    if not kind.startswith("bf16"):
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).view(np.uint16).astype(np.uint32)
-    word = values.view(np.uint32).astype(np.uint64)
-    rounded = (word + 0x7FFF + (word >> 16 & 1)) >> 16
-    return np.where(np.isnan(values), 0x7FFF, rounded).astype(np.uint32)

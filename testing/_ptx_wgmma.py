@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ._ptx_async import LANES, POISON, Asynchronous
+from ._ptx_values import Array, halves, to_floats
 
 if TYPE_CHECKING:
     from ._ptx_order import Barrier
 
 __all__ = ["Hopper", "moved_map", "tensor_map"]
-
-Array = NDArray[Any]
 
 LANE = np.arange(LANES)
 G, Q = LANE // 4, LANE % 4
@@ -77,8 +75,6 @@ class Hopper(Asynchronous):
 
     def _multiply(self, kinds: list[str], ops: tuple[str, ...]) -> None:
         """This warp's 16 rows."""
-        from ._ptx_warp import _floats, _halves
-
         sums, registers, descriptor, accumulate, *signs = ops
         n, kind = int(kinds[3].split("n")[1].split("k")[0]), kinds[-1]
         assert kinds[3].startswith("m64") and kinds[3].endswith("k16") and signs[:2] == ["1", "1"], "not known"
@@ -86,8 +82,8 @@ class Hopper(Asynchronous):
         assert len(names) == n // 2
         a = np.zeros((16, 16), np.float64)
         for r, name in enumerate(part.strip() for part in registers.strip("{}").split(",")):
-            for p, half in enumerate(_halves(self._get(name))):
-                a[G + 8 * (r % 2), 2 * Q + 8 * (r // 2) + p] = _floats(half, kind)
+            for p, half in enumerate(halves(self._get(name))):
+                a[G + 8 * (r % 2), 2 * Q + 8 * (r // 2) + p] = to_floats(half, kind)
         (word,) = set(self._get(descriptor, 64).tolist())
         assert word >> 62 == 1, "a swizzle that is not known"
         start, stride = (word & 0x3FFF) << 4, (word >> 32 & 0x3FFF) << 4
@@ -96,7 +92,7 @@ class Hopper(Asynchronous):
         assert self.block.owns(int(where.min()), int(where.max()) + 1), "outside of shared memory"
         self.block.order.read(self.clock[:1], where.reshape(1, -1))
         self.wgmmas[-1].append(where.reshape(1, -1))
-        b = _floats(self.block.smem[where].view(np.uint16), kind).astype(np.float64)  # [n, 16]
+        b = to_floats(self.block.smem[where].view(np.uint16), kind).astype(np.float64)  # [n, 16]
         places = [(G + 8 * (i % 4 // 2), 8 * (i // 4) + 2 * Q + i % 2) for i in range(n // 2)]
         c = np.zeros((16, n))
         if self.registers[accumulate].all():
