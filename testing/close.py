@@ -176,7 +176,13 @@ def _compare(got: Tensor, ref: Tensor, tolerance: float, slack: Tensor, what: st
 
 
 def _typical_magnitude(ref: Tensor, k: int) -> Tensor:
-    """sqrt(k) times the size that ref's row and column norms predict for each element."""
+    """sqrt(k) times the size that ref's row and column norms predict for each element.
+
+    A row of average elements counts among ref's: one row alone says nothing of its columns, and where its terms cancel
+    the element is small and its error is not.
+    """
     squares = ref.square()
     total = float(squares.sum()) or 1.0
-    return (k * squares.sum(1, keepdim=True) * squares.sum(0, keepdim=True) / total).sqrt()
+    rows = len(ref)
+    columns = (squares.sum(0, keepdim=True) + total / ref.numel()) * (rows / (rows + 1))
+    return (k * squares.sum(1, keepdim=True) * columns / total).sqrt()

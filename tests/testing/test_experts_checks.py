@@ -156,6 +156,19 @@ def test_a_further_rounding_fails(dtype):
         run(Rounds("an expert's result"))
 
 
+@pytest.mark.parametrize("seed", [107, 247])
+def test_one_token_whose_terms_cancel_passes(seed):
+    """A value between the products is rounded the other way, which shows in elements that are near zero."""
+    problem = Problem(op="moe", n=352, k=1040, experts=3, top_k=1, activation="swigluoai", dtype="float16")
+    case, kernel = MoeCase.random(problem, 1, seed, torch.device("cpu")), CpuMoe()
+    out = torch.empty(case.shape, dtype=torch.float16)
+    case.launch(kernel.build(CPU, problem, kernel.default_config(CPU, problem, 1)), out)
+    case.compare(out)
+    out[0, 7] += 0.02 * out.norm() / out.numel() ** 0.5  # one element is off by a fiftieth of what is usual
+    with pytest.raises(AssertionError):
+        case.compare(out)
+
+
 FRAGMENTS = [(FragmentMoe(), MOE), (FragmentGrouped(), GROUPED)]
 
 
