@@ -85,9 +85,8 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 def spread(ms: Sequence[int]) -> tuple[int, ...]:
     """The order in which a candidate's values of M are measured: every fourth and the last first, then the others."""
-    ordered = sorted(ms)
-    probes = [m for i, m in enumerate(ordered) if i % PROBE_STRIDE == 0 or i == len(ordered) - 1]
-    return (*probes, *(m for m in ordered if m not in set(probes)))
+    probes = _probes(ms)
+    return (*probes, *(m for m in sorted(ms) if m not in probes))
 
 
 def hopeless(m: int, ms: Sequence[int], slowdown: Mapping[int, float]) -> bool:
@@ -102,15 +101,16 @@ def hopeless(m: int, ms: Sequence[int], slowdown: Mapping[int, float]) -> bool:
     slowdown
         For each M measured so far: the candidate's time over the best time of any candidate at that M.
     """
-    if m in slowdown or m in spread(ms)[: _probes(len(ms))]:
+    if m in slowdown or m in _probes(ms):
         return False
     below = max((known for known in slowdown if known < m), default=None)
     above = min((known for known in slowdown if known > m), default=None)
     return below is not None and above is not None and min(slowdown[below], slowdown[above]) > HOPELESS
 
 
-def _probes(count: int) -> int:
-    return len(range(0, count, PROBE_STRIDE)) + ((count - 1) % PROBE_STRIDE != 0)
+def _probes(ms: Sequence[int]) -> list[int]:
+    ordered = sorted(ms)
+    return [m for i, m in enumerate(ordered) if i % PROBE_STRIDE == 0 or i == len(ordered) - 1]
 
 
 def beats(challenger: Timing, incumbent: Timing) -> bool:

@@ -6,6 +6,7 @@ They are quantised transposed: weight [E, K/2, N] (two codes a byte along K) and
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -99,21 +100,13 @@ def _stack(name: str, tensors: Mapping[str, TensorInfo]) -> StackedInfo | str:
             f"({count}, {2 * rows / GROUP:g}, {columns}) or ({count}, {rows}, {2 * columns / GROUP:g})"
         )
     sizes = {1, count, 2 * count} if name.endswith("gate_up_proj") else {1, count}
-    if global_scale.dtype not in GLOBAL_DTYPES or _numel(global_scale) not in sizes:
+    if global_scale.dtype not in GLOBAL_DTYPES or math.prod(global_scale.shape) not in sizes:
         return f"wrong {name}_weight_scale_2; got {global_scale}; expected F32 with one element, or one per expert"
-    for role, size in (("bias", count * n), ("pre_quant_scale", k)):
-        if role in tensors and (
-            tensors[role].dtype not in FLOATS or _numel(tensors[role]) not in {size, count * k if size == k else size}
-        ):
-            return f"wrong {name}_{role}; got {tensors[role]}; expected {size} floating point elements"
+    for role, numels in (("bias", (count * n,)), ("pre_quant_scale", (k, count * k))):
+        if role in tensors and (tensors[role].dtype not in FLOATS or math.prod(tensors[role].shape) not in numels):
+            expected = " or ".join(map(str, numels))
+            return f"wrong {name}_{role}; got {tensors[role]}; expected {expected} floating point elements"
     return StackedInfo(n=n, k=k, transposed=transposed, tensors=tensors)
-
-
-def _numel(info: TensorInfo) -> int:
-    numel = 1
-    for size in info.shape:
-        numel *= size
-    return numel
 
 
 def read_stacked(files: TensorFiles, info: StackedInfo, expert: int) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -146,14 +147,16 @@ def _part_sizes(info: LinearInfo, shard: Shard | None, parts: Sequence[int] | No
     names = fused_parts(info.name)
     if not names:
         return (info.n,)
+    scales = math.prod(info.tensors["weight_global_scale" if info.dialect == CT else "weight_scale_2"].shape)
+    scaled_apart = scales not in (1, info.n)
     if parts is not None:
-        if sum(parts) != info.n or min(parts) < 1:
-            raise InvalidInput(message(f"layer {info.name}: wrong parts", got=tuple(parts), expected=f"{info.n} rows"))
+        if sum(parts) != info.n or min(parts) < 1 or (scaled_apart and len(parts) != scales):
+            expected = f"{info.n} rows" + (f" in {scales} parts, one per global scale" if scaled_apart else "")
+            raise InvalidInput(message(f"layer {info.name}: wrong parts", got=tuple(parts), expected=expected))
         return parts
     if info.name.endswith("gate_up_proj") and info.n % 2 == 0:
         return (info.n // 2, info.n // 2)
-    scales = info.tensors["weight_global_scale" if info.dialect == CT else "weight_scale_2"].shape
-    if (shard is not None and shard.how == "column" and shard.size > 1) or scales[-1:] == (len(names),):
+    if (shard is not None and shard.how == "column" and shard.size > 1) or scaled_apart:
         raise InvalidInput(
             message(
                 f"layer {info.name} is stored fused, and its rows must be told apart",

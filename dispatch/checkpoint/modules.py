@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -163,18 +164,11 @@ def _shape_problem(name: str, leaves: Mapping[str, TensorInfo], dialect: str) ->
     if scale.dtype != "F8_E4M3" or squeezed != (n, k // GROUP):
         hint = "; 1-D or padded scales were swizzled for one kind of GPU: export again" if scale.dtype == "U8" else ""
         return f"wrong weight_scale; got {scale}; expected F8_E4M3 ({n}, {k // GROUP}){hint}"
-    numel = _numel(global_scale.shape)
+    numel = math.prod(global_scale.shape)
     parts = len(fused_parts(name))
     if global_scale.dtype not in GLOBAL_DTYPES or numel not in {1, n, parts or 1}:
         return f"wrong {global_role}; got {global_scale}; expected F32 with one element, or one per row"
     for role, size, letter in (("bias", n, "N"), ("pre_quant_scale", k, "K")):
-        if role in leaves and (leaves[role].dtype not in FLOATS or _numel(leaves[role].shape) != size):
+        if role in leaves and (leaves[role].dtype not in FLOATS or math.prod(leaves[role].shape) != size):
             return f"wrong {role}; got {leaves[role]}; expected {size} floating point elements ({letter})"
     return ""
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,8 +22,8 @@ class Shard:
     how
         "column": rows of the weight (out_features) are divided; "row": columns (in_features), in whole groups of 16.
     unit
-        What must not be cut, in rows: a head's size, for instance. With `uneven` at least 16 counts, so that the
-        rows of one layer meet the columns of the next.
+        What must not be cut, in features: a head's size, for instance. Columns, and rows with `uneven`, are not cut
+        within groups of 16 either, so that the rows of one layer meet the columns of the next.
     uneven
         Let ranks differ by one unit or group instead of raising.
     """
@@ -41,9 +42,10 @@ class Shard:
 
     def range(self, n: int, k: int, what: str) -> tuple[slice, slice]:
         """(rows, columns) of an [n, k] weight; raises InvalidInput, which names `what`, when it cannot be divided."""
+        whole = math.lcm(self.unit, GROUP)
         if self.how == "row":
-            return slice(0, n), shard_range(k, self.rank, self.size, unit=GROUP, uneven=self.uneven, what=what)
-        unit = max(self.unit, GROUP) if self.uneven else self.unit
+            return slice(0, n), shard_range(k, self.rank, self.size, unit=whole, uneven=self.uneven, what=what)
+        unit = whole if self.uneven else self.unit
         return shard_range(n, self.rank, self.size, unit=unit, uneven=self.uneven, what=what), slice(0, k)
 
 

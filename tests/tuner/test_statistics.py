@@ -26,10 +26,17 @@ def test_percentiles_interpolate():
 def test_a_round_below_nine_tenths_of_the_others_clock_is_dropped():
     clocks = [1980, 1980, 1700, 1965, 1980]
     assert throttled(clocks) == (False, False, True, False, False)
+    assert throttled([1000, 1000, 900]) == (False, False, False)
+    assert throttled([1000, 1000, 899]) == (False, False, True)
     timed = summarise([10.0, 10.2, 99.0, 10.1, 10.3], clocks)
     assert timed.samples == 4
     assert timed.p50_us == pytest.approx(10.15)
     assert timed.clock_mhz == 1980
+
+
+def test_a_timing_is_the_median_and_the_percentiles_around_it():
+    timed = summarise([7.0, 1.0, 6.0, 2.0, 5.0, 3.0, 4.0, 8.0, 9.0, 10.0, 11.0])
+    assert (timed.p20_us, timed.p50_us, timed.p80_us, timed.samples) == (3.0, 6.0, 9.0, 11)
 
 
 def test_without_clocks_nothing_is_dropped():
@@ -48,7 +55,9 @@ def test_some_round_is_always_kept(clocks):
 def test_a_challenger_wins_by_two_percent_outside_the_noise():
     assert beats(timing(98.0), timing(100.0))
     assert not beats(timing(98.5), timing(100.0))
+    assert beats(timing(100.0), timing(102.0))
     assert not beats(timing(95.0, p80=101.0), timing(100.0))
+    assert not beats(timing(95.0, p80=100.0), timing(100.0))
 
 
 def test_geometric_mean():
@@ -73,11 +82,18 @@ MS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # probes: 1, 16, 256
 def test_between_two_hopeless_neighbours_nothing_is_measured():
     assert hopeless(4, MS, {1: 5.0, 16: 4.0, 256: 1.0})
     assert not hopeless(64, MS, {1: 5.0, 16: 4.0, 256: 1.0})
+    assert not hopeless(4, MS, {1: 3.0, 16: 4.0})  # more than 3 times, on both sides
+    assert not hopeless(4, MS, {1: 4.0, 16: 3.0})
 
 
 def test_probes_are_always_measured():
     assert not hopeless(16, MS, {1: 50.0, 256: 50.0})
     assert not hopeless(1, MS, {})
+    for count in range(1, 12):
+        ms = range(10, 10 * count + 1, 10)
+        slow = {1: 50.0, 1000: 50.0}  # from a run with other M
+        probes = {m for m in ms if not hopeless(m, ms, slow)}
+        assert probes == {*ms[::4], ms[-1]}
 
 
 def test_the_nearest_measured_neighbour_counts():

@@ -190,6 +190,23 @@ def test_3d_experts_that_do_not_fit_are_named(write, leaf, tensor, words):
         load_experts(open_checkpoint(write(files)), MLP)
 
 
+def test_a_bias_has_a_number_for_every_row_of_every_expert(write):
+    inter, hidden = 16, 96  # as many rows in all experts as an expert has columns
+    weights = {f"{MLP}.gate_up_proj": (2 * inter, hidden), f"{MLP}.down_proj": (hidden, inter)}
+    files = {}
+    for name, (n, k) in weights.items():
+        files[name] = torch.zeros(EXPERTS, k // 2, n, dtype=torch.uint8)
+        files[f"{name}_weight_scale"] = torch.ones(EXPERTS, k // 16, n).to(torch.float8_e4m3fn)
+        files[f"{name}_weight_scale_2"] = torch.tensor(1.0)
+        files[f"{name}_bias"] = torch.arange(EXPERTS * n).reshape(EXPERTS, n).float()
+    got = load_experts(open_checkpoint(write(files)), MLP)
+    assert torch.equal(got.w13_bias, files[f"{MLP}.gate_up_proj_bias"])
+    assert torch.equal(got.w2_bias, files[f"{MLP}.down_proj_bias"])
+    files[f"{MLP}.gate_up_proj_bias"] = torch.zeros(EXPERTS, hidden)
+    with pytest.raises(InvalidInput, match=r"wrong .*gate_up_proj_bias; got F32 \(3, 96\); expected 96 floating"):
+        load_experts(open_checkpoint(write(files, folder="wrong")), MLP)
+
+
 def test_an_input_vector_is_that_of_all_experts(write):
     tensors = separate(bias=True)
     vector = torch.rand(HIDDEN).bfloat16() + 0.5

@@ -151,6 +151,22 @@ def test_a_scale_per_part_is_never_cut(write):
         assert torch.equal(value(got), expected[rows])
 
 
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 3)])
+def test_a_scale_per_part_needs_as_many_parts(write, shape):
+    name = f"{ATTN}.qkv_proj"
+    tensors = modelopt(name, 128, 32)
+    tensors[f"{name}.weight_scale_2"] = torch.tensor([1e-3, 2e-3, 5e-4]).reshape(shape)
+    checkpoint = open_checkpoint(write(tensors))
+    with pytest.raises(InvalidInput, match=r"rows must be told apart.*pass parts=, 3 numbers of 128 rows"):
+        load_linear(checkpoint, name)
+    for parts in ((128,), (64, 64), (32,) * 4):
+        with pytest.raises(InvalidInput, match=r"wrong parts; got .*; expected 128 rows in 3 parts, one per global"):
+            load_linear(checkpoint, name, parts=parts)
+    got = load_linear(checkpoint, name, parts=(64, 32, 32))
+    rows = torch.tensor([1e-3] * 64 + [2e-3] * 32 + [5e-4] * 32)
+    assert torch.equal(got.weight_scale_2, rows)
+
+
 def test_rows_of_a_layer_that_is_stored_fused_must_be_told_apart(write):
     name = f"{ATTN}.qkv_proj"
     checkpoint = open_checkpoint(write(modelopt(name, 128, 32)))

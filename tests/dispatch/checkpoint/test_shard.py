@@ -1,6 +1,7 @@
 """Parts of a size over ranks: whole units, nothing lost, nothing twice."""
 
 import itertools
+import math
 
 import pytest
 from hypothesis import given
@@ -27,6 +28,19 @@ def test_a_group_is_not_cut(inter, size):
         assert rows == columns == part
 
 
+@pytest.mark.parametrize("unit", [8, 24, 72, 80, 128])
+@pytest.mark.parametrize("uneven", [True, False])
+def test_heads_are_not_cut_and_rows_meet_the_columns_of_the_next_layer(unit, uneven):
+    size, whole = 3, math.lcm(unit, GROUP)
+    total = (7 if uneven else 6) * whole
+    for rank, length in enumerate((3, 2, 2) if uneven else (2, 2, 2)):
+        rows = Shard(rank=rank, size=size, how="column", unit=unit, uneven=uneven).range(total, 64, "a")[0]
+        columns = Shard(rank=rank, size=size, how="row", unit=unit, uneven=uneven).range(64, total, "b")[1]
+        assert rows == columns and rows.start % whole == 0 and rows.stop - rows.start == length * whole
+    # without uneven, what has no next layer may have odd heads
+    assert Shard(rank=1, size=3, how="column", unit=unit).range(3 * unit, 64, "a")[0] == slice(unit, 2 * unit)
+
+
 @given(units=st.integers(1, 200), unit=st.integers(1, 64), size=st.integers(1, 16))
 def test_ranges_follow_each_other_and_differ_by_one_unit(units, unit, size):
     if units < size:
@@ -50,6 +64,14 @@ def test_even_division_is_the_default():
         shard_range(48, 0, 2, unit=16, what="a")
     with pytest.raises(InvalidInput, match=r"expected a multiple of 2 x 16; use fewer ranks$"):
         shard_range(24, 0, 2, unit=16, uneven=True, what="a")
+
+
+def test_rows_are_divided_one_by_one_and_one_rank_has_them_all():
+    assert [Shard(rank=r, size=3, how="column").range(3, 16, "a") for r in range(3)] == [
+        (slice(r, r + 1), slice(0, 16)) for r in range(3)
+    ]
+    for how in ("column", "row"):
+        assert Shard(rank=0, size=1, how=how).range(7, 48, "a") == (slice(0, 7), slice(0, 48))
 
 
 def test_experts_are_consecutive():
