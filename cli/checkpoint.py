@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from ..cache.words import tune_options
 from ..dispatch.checkpoint import Checkpoint, open_checkpoint
+from ..dispatch.checkpoint.expert_sources import expert_source
 from ..dispatch.checkpoint.names import FUSED, split
-from ..errors import InvalidInput, message
+from ..errors import InvalidInput, Nvfp4Error, message
 from ..kernels.problem import DTYPES, Problem
 from ..tuner.workload import Linear, problems_of_linears
 
@@ -18,10 +20,17 @@ __all__ = ["dtype_of", "layers_of", "open_for_tuning", "problem_of", "problems_o
 ROW = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "wo")
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj")
 KEY_VALUE = ("k_proj", "v_proj")
+GROUP = 16  # weights per block scale: a rank's share of an expert's inner size is a multiple
+GATED, UNGATED = "swiglu", "relu2"  # the activations that most experts with and without a gate have
 
 
-def open_for_tuning(path: Path) -> Checkpoint:
+def open_for_tuning(path: Path, *, tp: int = 1, dtype: str | None = None) -> Checkpoint:
     """A checkpoint with at least one dense NVFP4 layer, all of whose tensors are there.
+
+    Parameters
+    ----------
+    tp, dtype
+        As for `problems_of_checkpoint`: what the message about one with experts alone says of them.
 
     Raises
     ------
@@ -31,8 +40,15 @@ def open_for_tuning(path: Path) -> Checkpoint:
     checkpoint = open_checkpoint(path)
     checkpoint.check()
     if not checkpoint.linears:
-        kinds = ", ".join(sorted({*checkpoint.foreign.values(), *(["NVFP4 experts"] if _experts(checkpoint) else [])}))
-        raise InvalidInput(message(f"{path} has no dense NVFP4 layers", got=kinds or "dense tensors"))
+        experts = _experts(checkpoint)
+        kinds = ", ".join(sorted({*checkpoint.foreign.values(), *(["NVFP4 experts"] if experts else [])}))
+        raise InvalidInput(
+            message(
+                f"{path} has no dense NVFP4 layers",
+                got=kinds or "dense tensors",
+                do=_name_experts(checkpoint, tp=tp, dtype=dtype) if experts else None,
+            )
+        )
     return checkpoint
 
 
@@ -53,12 +69,11 @@ def problems_of_checkpoint(path: Path, *, tp: int = 1, dtype: str | None = None,
     InvalidInput
         As `open_for_tuning`; or a layer cannot be divided `tp` ways.
     """
-    checkpoint = open_for_tuning(path)
+    checkpoint = open_for_tuning(path, tp=tp, dtype=dtype)
     if _experts(checkpoint):
+        do = _name_experts(checkpoint, tp=tp, dtype=dtype)
         warnings.warn(
-            f"{path}: its expert layers are left out, only dense linears are taken; name them with --moe",
-            UserWarning,
-            stacklevel=2,
+            f"{path}: its expert layers are left out, only dense linears are taken; {do}", UserWarning, stacklevel=2
         )
     found = problems_of_linears(layers_of(checkpoint, fused=fused), tp=tp, dtype=dtype_of(checkpoint, dtype))
     return list(dict.fromkeys(found))
@@ -124,5 +139,30 @@ def _layer(checkpoint: Checkpoint, name: str, n: int, k: int) -> Linear:
     return Linear(name=name, n=n, k=k, shard="column")
 
 
-def _experts(checkpoint: Checkpoint) -> Iterable[str]:
+def _experts(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (*checkpoint.experts, *checkpoint.fused_experts)
+
+
+def _name_experts(checkpoint: Checkpoint, *, tp: int, dtype: str | None) -> str:
+    """How to name the experts on the command line; with their sizes where headers and config.json say all of them."""
+    top_k = checkpoint.config.model.num_experts_per_tok or 0
+    try:
+        sources = [expert_source(checkpoint, name, None) for name in _experts(checkpoint)]
+    except Nvfp4Error:  # what is wrong with them is said where they are read
+        sources = []
+    sizes = sorted({(source.count, source.hidden, source.inter, source.gated) for source in sources})
+    if top_k < 1 or not sizes or any(inter % (tp * GROUP) for _, _, inter, _ in sizes):
+        return "name them with --moe"
+    problems = [
+        Problem(
+            op="moe",
+            n=inter // tp,
+            k=hidden,
+            dtype=dtype_of(checkpoint, dtype),
+            experts=count,
+            top_k=top_k,
+            activation=GATED if gated else UNGATED,
+        )
+        for count, hidden, inter, gated in sizes
+    ]
+    return f"name them with {' '.join(map(tune_options, problems))} (or the activation that the model has)"

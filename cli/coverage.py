@@ -47,6 +47,7 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     device: Device
     database: str
     tp: int
+    dtype: str | None  # as asked for; None: the checkpoint's own
     fused: bool
     problems: tuple[Covered, ...]
     planned_layers: int
@@ -85,6 +86,7 @@ def coverage(
         device=device,
         database=str(store.path) if store is not None else "",
         tp=tp,
+        dtype=dtype,
         fused=fused,
         problems=tuple(found),
         planned_layers=sum(len(one.layers) for one in found if one.status in ("plan", "partly")),
@@ -181,6 +183,7 @@ def show_coverage(console: Console, found: Coverage) -> None:
 def _command(found: Coverage) -> str:
     """What tunes all these problems."""
     options = (" --fused" if found.fused else "") + (f" --tp {found.tp}" if found.tp > 1 else "")
+    options += f" --dtype {found.dtype}" if found.dtype else ""
     return f"nvfp4 tune --checkpoint {shlex.quote(found.path)}{options}"
 
 

@@ -24,7 +24,7 @@ MODELOPT_METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "nvfp4")
 FIELD_TYPES: dict[str, type] = {
     **dict.fromkeys(("model_type", "dtype", "torch_dtype"), str),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), int),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), int),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), int),
     "tie_word_embeddings": bool,
     "quantization_config": dict,
 }

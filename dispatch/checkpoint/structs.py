@@ -79,6 +79,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int | None = None
     num_local_experts: int | None = None
     n_routed_experts: int | None = None
+    num_experts_per_tok: int | None = None
     quantization_config: dict[str, Any] | None = None
 
     @property

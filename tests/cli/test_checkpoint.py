@@ -87,6 +87,42 @@ def test_experts_are_left_out_with_a_warning(write):
         assert len(problems_of_checkpoint(path)) == 4
 
 
+def experts(count, *, gated, hidden=64, inter=32):
+    """A layer of experts, stored one by one."""
+    tensors = {}
+    for number in range(count):
+        around = f"model.layers.1.mlp.experts.{number}"
+        for name in ("gate_proj", "up_proj") if gated else ("up_proj",):
+            tensors |= modelopt(f"{around}.{name}", inter, hidden)
+        tensors |= modelopt(f"{around}.down_proj", hidden, inter)
+    return tensors
+
+
+@pytest.mark.parametrize(
+    ("gated", "options", "named"),
+    [
+        (True, {}, "--moe experts=4,top_k=2,hidden=64,inter=32,activation=swiglu --dtype float16"),
+        (False, {}, "--moe experts=4,top_k=2,hidden=64,inter=32,activation=relu2 --dtype float16"),
+        (True, {"dtype": "bfloat16", "tp": 2}, "--moe experts=4,top_k=2,hidden=64,inter=16,activation=swiglu"),
+    ],
+)
+def test_experts_are_named_as_the_command_line_takes_them(write, gated, options, named):
+    path = write(layers(0) | experts(4, gated=gated), config=CONFIG | {"num_experts_per_tok": 2})
+    with pytest.warns(UserWarning, match="expert layers are left out") as told:
+        problems_of_checkpoint(path, **options)
+    assert f"name them with {named} (or" in str(told[0].message)
+
+
+@pytest.mark.parametrize("command", ["tune", "inspect", "warmup"])
+def test_a_checkpoint_of_experts_alone_says_what_to_name(write, run, command):
+    path = write(experts(4, gated=True), config=CONFIG | {"num_experts_per_tok": 2})
+    done = run(command, "--checkpoint", path)
+    words = " ".join(done.err.split())
+    assert (
+        done.code == 2 and "no dense NVFP4 layers; got NVFP4 experts; name them with --moe experts=4,top_k=2" in words
+    )
+
+
 def test_a_quantised_head_is_a_problem_too(write):
     path = write(layers(0) | modelopt("lm_head", 112, 64), hf={"quant_algo": "NVFP4"})
     assert problems_of_checkpoint(path)[0] == problems((112, 64))[0]
@@ -131,6 +167,8 @@ def test_the_table_fits_and_says_what_falls_back(write, run, columns):
     assert "1 expert layer left out" in words and "model.layers.1.o_proj (FP8)" in words
     table = [line for line in done.out.splitlines() if line.startswith(("gemm", "problem"))]
     assert all(len(line.rstrip()) <= columns for line in table) and "…" not in done.out
+    done = run("inspect", "--checkpoint", path, "--dtype", "bfloat16", columns=columns)
+    assert f"`nvfp4 tune --checkpoint {path} --dtype bfloat16`" in " ".join(done.out.split())
 
 
 def test_warmup_takes_a_checkpoint(write, run):

@@ -211,6 +211,7 @@ def test_permuted_experts_give_the_same_bits():
     [
         (replace(PROBLEM, top_k=4), "nvfp4 tune --moe experts=4,top_k=4,hidden=64,inter=48,activation=swiglu"),
         (replace(GROUPED, n=56), "nvfp4 tune --grouped experts=4,n=56,k=64"),
+        (replace(GROUPED, n=72, dtype="float16"), "nvfp4 tune --grouped experts=4,n=72,k=64 --dtype float16"),
     ],
 )
 def test_experts_without_a_plan_are_said_once_with_the_command(problem, command):
