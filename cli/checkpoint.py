@@ -46,7 +46,7 @@ def open_for_tuning(path: Path, *, tp: int = 1, dtype: str | None = None) -> Che
             message(
                 f"{path} has no dense NVFP4 layers",
                 got=kinds or "dense tensors",
-                do=_name_experts(checkpoint, tp=tp, dtype=dtype) if experts else None,
+                do=_name_experts(checkpoint, tp=tp, dtype=dtype) if experts else "",
             )
         )
     return checkpoint
