@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rich_click as click
@@ -15,6 +16,7 @@ from nvfp4.testing.checkpoints import modelopt, write_checkpoint
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*PAGES, *sorted((ROOT / "docs" / "notes").glob("*.md")), ROOT / "examples" / "README.md"]
 CLI_PAGE = (ROOT / "docs" / "cli.md").read_text()
 COMMANDS = sorted(app.commands)
 
@@ -110,10 +112,65 @@ def test_the_examples_of_checkpoints_run(tmp_path):
     assert len(names["nvfp4"].nn.weights(model)) == 3
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def heading_ids(page):
+    """What `#…` may name in a page: its headings, in lower case, with hyphens for spaces and without punctuation."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning")
+def test_the_examples_of_experts_run(tmp_path):
+    layer = "model.layers.3.mlp.experts"
+    tensors = {}
+    for expert in range(8):
+        for part, n, k in (("gate_proj", 32, 64), ("up_proj", 32, 64), ("down_proj", 64, 32)):
+            tensors |= modelopt(f"{layer}.{expert}.{part}", n, k, seed=expert)
+    names = {
+        "folder": write_checkpoint(tmp_path / "m", tensors),
+        "x": torch.randn(4, 64, dtype=torch.bfloat16),
+        "ids": torch.stack([torch.randperm(8) for _ in range(4)]),
+        "weights": torch.rand(4, 8),
+    }
+    op, module = blocks("docs/moe.md", "python")
+    exec(op, names)
+    y = names["y"]
+    assert y.shape == (4, 64) and y.isfinite().all()
+    exec(module, names)
+    assert torch.equal(names["y"], y)
+
+
+def test_the_cuda_example_compiles(tmp_path):
+    from nvfp4.kernels.problem import Device
+
+    _, build, *_ = blocks("docs/adding-a-kernel.md", "python")
+    (tmp_path / "rows.cu").write_text(
+        "struct Arguments { const void *x, *weight; void* out; int m, n; };\n"
+        'extern "C" __global__ void gemm(const __grid_constant__ Arguments a) { *(int*)a.out = ROWS; }\n'
+    )
+    device = Device(kind="cuda", name="H200", capability=(9, 0), units=132, smem_bytes=232448)
+    names = {"device": device, "config": SimpleNamespace(rows=64, smem_bytes=0), "__file__": str(tmp_path / "rows.py")}
+    exec(build, names)
+    assert names["compiled"].spill_bytes == 0 and names["launch"] is not None
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
 def test_links_between_pages_lead_somewhere(page):
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        path, _, heading = target.partition("#")
+        to = page.parent / path if path else page
+        assert to.exists(), target
+        assert not heading or heading in heading_ids(to), target
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda page: page.name)
+def test_files_that_pages_name_are_there(page):
+    text = page.read_text()
+    for path in re.findall(r"\b(?:bench|examples|tests|kernels|tuner|cache|dispatch)/[\w/.-]+\.\w+", text):
+        assert (ROOT / path).exists(), path
+    for result in re.findall(r"\b20\d\d-\d\d-\d\d-[\w-]+\.json", text):
+        assert (ROOT / "bench" / "results" / result).exists(), result
 
 
 @pytest.fixture
