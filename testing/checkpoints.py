@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ..kernels.weights.codec import dequantize, quantize
 
-__all__ = ["HF_QUANT", "as_compressed_tensors", "dense", "modelopt", "write_checkpoint"]
+__all__ = ["HF_QUANT", "as_compressed_tensors", "dense", "experts", "modelopt", "stacked_experts", "write_checkpoint"]
 
+GATED = ("gate_proj", "up_proj", "down_proj")
 HF_QUANT: Mapping[str, Any] = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["lm_head"]}
 
 
@@ -43,6 +44,56 @@ def modelopt(
     if pqs:
         tensors[f"{name}.pre_quant_scale"] = torch.rand(k, generator=generator).bfloat16() + 0.5
     return tensors
+
+
+def experts(
+    name: str, count: int, hidden: int, inter: int, *, roles: Sequence[str] = GATED, **options: Any
+) -> dict[str, Tensor]:
+    """A layer of experts, one by one: `roles` are what its layers are called, that of [hidden, inter] the last.
+
+    `options` as for `modelopt`.
+    """
+    tensors: dict[str, Tensor] = {}
+    for expert in range(count):
+        for i, role in enumerate(roles):
+            n, k = (hidden, inter) if role == roles[-1] else (inter, hidden)
+            tensors |= modelopt(f"{name}.{expert}.{role}", n, k, 10 * expert + i, **options)
+    return tensors
+
+
+def stacked_experts(
+    tensors: Mapping[str, Tensor], name: str, *, transposed: bool = True, interleaved: bool = False
+) -> dict[str, Tensor]:
+    """The same layer of `experts`, with ModelOpt's names, as 3-D tensors: gate_up_proj, or up_proj without a gate.
+
+    Parameters
+    ----------
+    transposed
+        [E, K/2, N] as ModelOpt writes them, instead of [E, N, K/2].
+    interleaved
+        Rows in the order gate 0, up 0, gate 1, up 1, … instead of gate, then up.
+    """
+    count = sum(1 for one in tensors if one.startswith(f"{name}.") and one.endswith(".down_proj.weight"))
+    gated = f"{name}.0.gate_proj.weight" in tensors
+    first = {"gate_up_proj": ("gate_proj", "up_proj")} if gated else {"up_proj": ("up_proj",)}
+
+    def leaves(role: str, leaf: str) -> list[Tensor]:
+        return [tensors[f"{name}.{expert}.{role}.{leaf}"] for expert in range(count)]
+
+    def joined(roles: Sequence[str], leaf: str) -> Tensor:
+        """[E, rows, columns] of all roles, or its transpose."""
+        dtype = leaves(roles[0], leaf)[0].dtype
+        parts = [torch.stack([one.view(torch.uint8) for one in leaves(role, leaf)]) for role in roles]
+        rows = torch.stack(parts, 2).flatten(1, 2) if interleaved else torch.cat(parts, 1)
+        return (rows.transpose(1, 2) if transposed else rows).contiguous().view(dtype)
+
+    found = {}
+    for stack, roles in (first | {"down_proj": ("down_proj",)}).items():
+        found[f"{name}.{stack}"] = joined(roles, "weight")
+        found[f"{name}.{stack}_weight_scale"] = joined(roles, "weight_scale")
+        factors = [torch.stack([one.reshape(()) for one in leaves(role, "weight_scale_2")]) for role in roles]
+        found[f"{name}.{stack}_weight_scale_2"] = torch.stack(factors, 1)
+    return found
 
 
 def as_compressed_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

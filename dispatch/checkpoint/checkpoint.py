@@ -12,11 +12,13 @@ from .config import QuantConfig, read_quant_config
 from .files import TensorFiles, TensorInfo, listed
 from .fused_experts import FusedExperts, fused_expert_leaves, fused_experts
 from .modules import FLOATS, GROUP, Broken, Foreign, LinearInfo, classify
-from .names import aliases, expert_of, is_linear_name, split
+from .names import aliases, expert_of, is_linear_name, is_of_mtp, layer_number, split
 from .rules import NVFP4
 
 __all__ = ["Checkpoint", "open_checkpoint"]
 
+# Their tensors look like NVFP4, but are used in another way.
+VARIANTS = ("NVFP4_SVD", "W4A8_NVFP4_FP8")
 KV_SCALES = ("k_scale", "v_scale", "k_bias", "v_bias")
 
 
@@ -75,10 +77,15 @@ class Checkpoint:
                 return info
         raise self._why_not(name)
 
+    @property
+    def names_variants(self) -> bool:
+        """Whether the config names one of VARIANTS for any layer; asking it about every expert takes seconds."""
+        return not self.config.rules.algos.isdisjoint(VARIANTS)
+
     def refuse_variant(self, name: str) -> None:
-        """Raise where the config names a variant whose tensors look like NVFP4 but are used in another way."""
+        """Raise where the config says that a layer is one of VARIANTS."""
         algo = self.config.answer(name).algo
-        if algo in ("NVFP4_SVD", "W4A8_NVFP4_FP8"):
+        if algo in VARIANTS:
             raise Unsupported(message(f"layer {name} is quantised as {algo}", expected="NVFP4"))
 
     def _why_not(self, name: str) -> Nvfp4Error:
@@ -113,12 +120,8 @@ class Checkpoint:
 
     def is_extra(self, name: str) -> bool:
         """Whether a module belongs to no layer of the model proper: multi-token prediction, layers beyond the last."""
-        parts = name.split(".")
-        if any(part.startswith(("mtp", "nextn")) for part in parts):
-            return True
-        layers = self.config.model.num_hidden_layers
-        number = next((parts[i + 1] for i, part in enumerate(parts[:-1]) if part == "layers"), "")
-        return layers is not None and number.isdigit() and int(number) >= layers
+        layers, number = self.config.model.num_hidden_layers, layer_number(name)
+        return is_of_mtp(name) or (layers is not None and number is not None and number >= layers)
 
     def check(self) -> None:
         """Raise InvalidInput for the first broken modules, with how many there are."""

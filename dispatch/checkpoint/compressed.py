@@ -80,6 +80,11 @@ class CompressedTensorsRules:
         return groups
 
     @cached_property
+    def algos(self) -> frozenset[str]:
+        """What the weights of its groups are."""
+        return frozenset(kind for _, _, kind in self._groups)
+
+    @cached_property
     def _targets(self) -> list[tuple[str, str, str]]:
         """(target, group, kind), in the order in which they are tried."""
         found = [(target, name, kind) for name, targets, kind in self._groups for target in targets]

@@ -78,7 +78,7 @@ def expert_source(checkpoint: Checkpoint, name: str, gate_up: str | None) -> Sou
         raise InvalidInput(message("wrong gate_up", got=repr(gate_up), expected='"halves" or "interleaved"'))
     for spelling in aliases(name):
         if spelling in checkpoint.experts:
-            for info in _layers(checkpoint, spelling):
+            for info in _layers(checkpoint, spelling) if checkpoint.names_variants else ():
                 checkpoint.refuse_variant(info.name)
             return Separate(checkpoint, spelling)
         if spelling in checkpoint.fused_experts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
 
@@ -13,7 +14,10 @@ __all__ = [
     "expert_of",
     "fused_around",
     "fused_parts",
+    "in_layer_order",
     "is_linear_name",
+    "is_of_mtp",
+    "layer_number",
     "pattern_matcher",
     "split",
 ]
@@ -84,6 +88,23 @@ def expert_of(name: str) -> tuple[str, int, str] | None:
     """("….experts", 3, "up_proj") for "….experts.3.up_proj"; None for what is no linear of an expert."""
     found = EXPERT.fullmatch(name)
     return (found[1], int(found[2]), found[3]) if found else None
+
+
+def in_layer_order(names: Iterable[str]) -> list[str]:
+    """Sorted, layer 2 before layer 10."""
+    return sorted(names, key=lambda name: [(int(p), "") if p.isdigit() else (-1, p) for p in name.split(".")])
+
+
+def layer_number(name: str) -> int | None:
+    """Of the layer that a module is in: 3 for "model.layers.3.mlp.experts"; None outside of layers."""
+    parts = name.split(".")
+    number = next((after for part, after in itertools.pairwise(parts) if part == "layers"), "")
+    return int(number) if number.isdigit() else None
+
+
+def is_of_mtp(name: str) -> bool:
+    """Whether a module is called as part of multi-token prediction, whose layers have numbers of their own."""
+    return any(part.startswith(("mtp", "nextn")) for part in name.split("."))
 
 
 def is_linear_name(name: str) -> bool:

@@ -63,6 +63,11 @@ class Rules(Protocol):
         """ "modelopt", "compressed-tensors" or ""."""
         ...
 
+    @property
+    def algos(self) -> frozenset[str]:
+        """Every algorithm that the config names."""
+        ...
+
     def answer(self, name: str, module_class: str = "Linear") -> Answer:
         """The answer for a module. Raises InvalidInput when the parts of a fused linear disagree."""
         ...
@@ -72,6 +77,7 @@ class NoRules:
     """No config: nothing is said to be quantised, and the tensors decide."""
 
     dialect = ""
+    algos: ClassVar[frozenset[str]] = frozenset()
 
     def answer(self, name: str, module_class: str = "Linear") -> Answer:
         """Always dense."""
@@ -141,6 +147,12 @@ class ModelOptRules:
     def algo(self) -> str:
         """Of the whole checkpoint, upper case; "" when there is none."""
         return (self.config.quant_algo or "").upper()
+
+    @cached_property
+    def algos(self) -> frozenset[str]:
+        """Of the whole checkpoint, of its experts, and of the layers that are named."""
+        named = [entry.quant_algo for entry in self.layers.values()]
+        return frozenset((algo or "").upper() for algo in (self.algo, self.config.moe_quant_algo, *named))
 
     @property
     def layers(self) -> dict[str, LayerQuantization]:

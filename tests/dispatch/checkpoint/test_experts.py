@@ -6,7 +6,8 @@ import torch
 from nvfp4.dispatch.checkpoint import Shard, expert_range, load_experts, open_checkpoint
 from nvfp4.errors import InvalidInput, Unsupported
 from nvfp4.kernels.weights.codec import dequantize
-from nvfp4.testing.checkpoints import as_compressed_tensors, dense, modelopt
+from nvfp4.testing.checkpoints import as_compressed_tensors, dense, modelopt, stacked_experts
+from nvfp4.testing.checkpoints import experts as make_experts
 
 HIDDEN, INTER, EXPERTS = 64, 32, 3
 FAMILIES = {
@@ -18,12 +19,7 @@ MLP = "model.layers.0.mlp.experts"
 
 
 def separate(name=MLP, roles=("gate_proj", "up_proj", "down_proj"), experts=EXPERTS, inter=INTER, **options):
-    tensors = {}
-    for expert in range(experts):
-        for i, role in enumerate(roles):
-            n, k = (HIDDEN, inter) if i == len(roles) - 1 else (inter, HIDDEN)
-            tensors |= modelopt(f"{name}.{expert}.{role}", n, k, 10 * expert + i, **options)
-    return tensors
+    return make_experts(name, experts, HIDDEN, inter, roles=roles, **options)
 
 
 def rows(weight, scale, factors):
@@ -110,31 +106,11 @@ def test_the_inner_size_is_divided_with_gate_and_up_apart(write):
     assert torch.equal(torch.cat([second(part) for part in parts], 2), expected(tensors, ("down_proj",)))
 
 
-def stacked(tensors, *, interleaved=False, transposed=True, bias=False):
-    """The same experts as 3-D tensors, exported as Llama-4 and gpt-oss are."""
-
-    def turned(tensor):
-        return tensor.view(torch.uint8).transpose(1, 2).contiguous().view(tensor.dtype) if transposed else tensor
-
-    def joined(leaf):
-        gate, up = (
-            torch.stack([tensors[f"{MLP}.{e}.{role}.{leaf}"].view(torch.uint8) for e in range(EXPERTS)])
-            for role in ("gate_proj", "up_proj")
-        )
-        rows = torch.stack((gate, up), 2).flatten(1, 2) if interleaved else torch.cat((gate, up), 1)
-        return turned(rows.view(tensors[f"{MLP}.0.gate_proj.{leaf}"].dtype))
-
-    def down(leaf):
-        parts = [tensors[f"{MLP}.{e}.down_proj.{leaf}"] for e in range(EXPERTS)]
-        return turned(torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype))
-
-    found = {
-        f"{MLP}.gate_up_proj": joined("weight"),
-        f"{MLP}.gate_up_proj_weight_scale": joined("weight_scale"),
+def stacked(tensors, *, bias=False, **options):
+    """The same experts as 3-D tensors, with global scales in the forms that exporters write."""
+    found = stacked_experts(tensors, MLP, **options) | {
         f"{MLP}.gate_up_proj_weight_scale_2": torch.tensor(2.0**-8),
         f"{MLP}.gate_up_proj_input_scale": torch.tensor(float("nan")),
-        f"{MLP}.down_proj": down("weight"),
-        f"{MLP}.down_proj_weight_scale": down("weight_scale"),
         f"{MLP}.down_proj_weight_scale_2": torch.full((EXPERTS, 1, 1), 2.0**-8),
     }
     if bias:
@@ -321,10 +297,22 @@ def test_stacks_own_their_memory(write):
 
 @pytest.mark.filterwarnings("ignore:.*does not call these layers NVFP4")
 @pytest.mark.parametrize("files", [separate, lambda: stacked(separate())])
-def test_experts_whose_tensors_only_look_like_nvfp4_are_refused(write, files):
-    hf = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {MLP: {"quant_algo": "W4A8_NVFP4_FP8"}}}
+@pytest.mark.parametrize(
+    "hf",
+    [
+        {"quant_algo": "MIXED_PRECISION", "quantized_layers": {MLP: {"quant_algo": "W4A8_NVFP4_FP8"}}},
+        {"quant_algo": "NVFP4", "moe_quant_algo": "w4a8_nvfp4_fp8"},
+    ],
+)
+def test_experts_whose_tensors_only_look_like_nvfp4_are_refused(write, files, hf):
     checkpoint = open_checkpoint(write(files(), hf=hf))
     with pytest.raises(Unsupported, match=r"mlp\.experts.* is quantised as W4A8_NVFP4_FP8; expected NVFP4"):
         load_experts(checkpoint, MLP)
     with pytest.raises(Unsupported, match="W4A8_NVFP4_FP8"):
         nvfp4.nn.FusedMoE.from_checkpoint(checkpoint, MLP)
+
+
+def test_the_config_is_not_asked_about_every_expert(write, monkeypatch):
+    checkpoint = open_checkpoint(write(separate()))
+    monkeypatch.setattr(type(checkpoint.config.rules), "answer", lambda *_: pytest.fail("asked"))
+    assert load_experts(checkpoint, MLP).experts == range(EXPERTS)
