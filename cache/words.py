@@ -6,7 +6,7 @@ import msgspec
 
 from ..kernels.problem import DTYPES, Problem
 
-__all__ = ["candidate_words", "config_words", "microseconds", "shape_words", "tune_command", "tune_options"]
+__all__ = ["candidate_words", "config_words", "microseconds", "shape_words", "tune_command"]
 
 
 def config_words(text: str) -> str:
@@ -39,13 +39,8 @@ def shape_words(problem: Problem) -> str:
     return f"experts={p.experts},n={p.n},k={p.k}" if p.op == "grouped_gemm" else f"{p.n},{p.k}"
 
 
-def tune_options(problem: Problem) -> str:
-    """The options that name a problem: "--shape 4096,14336", or "--shape 4096,14336 --dtype float16"."""
-    option = {"gemm": "--shape", "grouped_gemm": "--grouped", "moe": "--moe"}[problem.op]
-    dtype = "" if problem.dtype == DTYPES[0] else f" --dtype {problem.dtype}"
-    return f"{option} {shape_words(problem)}{dtype}"
-
-
 def tune_command(problem: Problem) -> str:
     """What tunes it."""
-    return f"nvfp4 tune {tune_options(problem)}"
+    option = {"gemm": "--shape", "grouped_gemm": "--grouped", "moe": "--moe"}[problem.op]
+    dtype = "" if problem.dtype == DTYPES[0] else f" --dtype {problem.dtype}"
+    return f"nvfp4 tune {option} {shape_words(problem)}{dtype}"

@@ -1,4 +1,4 @@
-"""The dense layers of a checkpoint as problems, from its headers; shared by tune, warmup and inspect."""
+"""The layers of a checkpoint as problems, from its headers; shared by tune, warmup and inspect."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from ..cache.words import tune_options
 from ..dispatch.checkpoint import Checkpoint, open_checkpoint
-from ..dispatch.checkpoint.expert_sources import expert_source
-from ..dispatch.checkpoint.names import FUSED, split
-from ..errors import InvalidInput, Nvfp4Error, message
+from ..dispatch.checkpoint.names import FUSED, in_layer_order, split
+from ..errors import InvalidInput, message
 from ..kernels.problem import DTYPES, Problem
 from ..tuner.workload import Linear, problems_of_linears
+from .checkpoint_experts import experts_of, has_experts, left_out_words
 
 __all__ = ["dtype_of", "layers_of", "open_for_tuning", "problem_of", "problems_of_checkpoint"]
 
@@ -20,17 +19,10 @@ __all__ = ["dtype_of", "layers_of", "open_for_tuning", "problem_of", "problems_o
 ROW = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "wo")
 REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj")
 KEY_VALUE = ("k_proj", "v_proj")
-GROUP = 16  # weights per block scale: a rank's share of an expert's inner size is a multiple
-GATED, UNGATED = "swiglu", "relu2"  # the activations that most experts with and without a gate have
 
 
-def open_for_tuning(path: Path, *, tp: int = 1, dtype: str | None = None) -> Checkpoint:
-    """A checkpoint with at least one dense NVFP4 layer, all of whose tensors are there.
-
-    Parameters
-    ----------
-    tp, dtype
-        As for `problems_of_checkpoint`: what the message about one with experts alone says of them.
+def open_for_tuning(path: Path) -> Checkpoint:
+    """A checkpoint with at least one NVFP4 layer, dense or of experts, all of whose tensors are there.
 
     Raises
     ------
@@ -39,21 +31,17 @@ def open_for_tuning(path: Path, *, tp: int = 1, dtype: str | None = None) -> Che
     """
     checkpoint = open_checkpoint(path)
     checkpoint.check()
-    if not checkpoint.linears:
-        experts = _experts(checkpoint)
-        kinds = ", ".join(sorted({*checkpoint.foreign.values(), *(["NVFP4 experts"] if experts else [])}))
-        raise InvalidInput(
-            message(
-                f"{path} has no dense NVFP4 layers",
-                got=kinds or "dense tensors",
-                do=_name_experts(checkpoint, tp=tp, dtype=dtype) if experts else "",
-            )
-        )
+    if not checkpoint.linears and not has_experts(checkpoint):
+        kinds = ", ".join(sorted(set(checkpoint.foreign.values())))
+        raise InvalidInput(message(f"{path} has no NVFP4 layers", got=kinds or "dense tensors"))
     return checkpoint
 
 
 def problems_of_checkpoint(path: Path, *, tp: int = 1, dtype: str | None = None, fused: bool = False) -> list[Problem]:
-    """The problems of all dense NVFP4 layers on one rank, each once. Reads headers only.
+    """The problems of all NVFP4 layers on one rank, each once, those of experts last. Reads headers only.
+
+    A warning names the expert layers that are left out and says why: config.json does not tell their top_k or
+    activation, they are incomplete or partly in another format, or they cannot be divided.
 
     Parameters
     ----------
@@ -67,16 +55,19 @@ def problems_of_checkpoint(path: Path, *, tp: int = 1, dtype: str | None = None,
     Raises
     ------
     InvalidInput
-        As `open_for_tuning`; or a layer cannot be divided `tp` ways.
+        As `open_for_tuning`; a dense layer cannot be divided `tp` ways; or nothing but expert layers is there, and all
+        are left out.
     """
-    checkpoint = open_for_tuning(path, tp=tp, dtype=dtype)
-    if _experts(checkpoint):
-        do = _name_experts(checkpoint, tp=tp, dtype=dtype)
-        warnings.warn(
-            f"{path}: its expert layers are left out, only dense linears are taken; {do}", UserWarning, stacklevel=2
-        )
-    found = problems_of_linears(layers_of(checkpoint, fused=fused), tp=tp, dtype=dtype_of(checkpoint, dtype))
-    return list(dict.fromkeys(found))
+    checkpoint = open_for_tuning(path)
+    x_dtype = dtype_of(checkpoint, dtype)
+    dense = problems_of_linears(layers_of(checkpoint, fused=fused), tp=tp, dtype=x_dtype)
+    experts = experts_of(checkpoint, tp=tp, dtype=x_dtype)
+    if experts.left_out:
+        words = f"{path}: {left_out_words(experts.left_out)}"
+        if not dense and not experts.problems:
+            raise InvalidInput(words)
+        warnings.warn(words, UserWarning, stacklevel=2)
+    return list(dict.fromkeys((*dense, *experts.problems.values())))
 
 
 def problem_of(layer: Linear, *, tp: int, dtype: str) -> Problem:
@@ -94,17 +85,11 @@ def dtype_of(checkpoint: Checkpoint, wanted: str | None) -> str:
 
 def layers_of(checkpoint: Checkpoint, *, fused: bool) -> list[Linear]:
     """Its dense NVFP4 layers, whole, with how they are divided over ranks; by name, layer 2 before layer 10."""
-    sizes = {
-        name: (checkpoint.linears[name].n, checkpoint.linears[name].k)
-        for name in sorted(checkpoint.linears, key=_order)
-    }
+    linears = checkpoint.linears
+    sizes = {name: (linears[name].n, linears[name].k) for name in in_layer_order(linears)}
     if fused:
         sizes = dict(_fused(sizes))
     return [_layer(checkpoint, name, n, k) for name, (n, k) in sizes.items()]
-
-
-def _order(name: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
 def _fused(sizes: dict[str, tuple[int, int]]) -> Iterator[tuple[str, tuple[int, int]]]:
@@ -137,32 +122,3 @@ def _layer(checkpoint: Checkpoint, name: str, n: int, k: int) -> Linear:
     if kv_heads and leaf == "qkv_proj" and n % (heads + 2 * kv_heads) == 0:
         return Linear(name=name, n=n, k=k, shard="column", kv_heads=kv_heads, head_dim=n // (heads + 2 * kv_heads))
     return Linear(name=name, n=n, k=k, shard="column")
-
-
-def _experts(checkpoint: Checkpoint) -> tuple[str, ...]:
-    return (*checkpoint.experts, *checkpoint.fused_experts)
-
-
-def _name_experts(checkpoint: Checkpoint, *, tp: int, dtype: str | None) -> str:
-    """How to name the experts on the command line; with their sizes where headers and config.json say all of them."""
-    top_k = checkpoint.config.model.num_experts_per_tok or 0
-    try:
-        sources = [expert_source(checkpoint, name, None) for name in _experts(checkpoint)]
-    except Nvfp4Error:  # what is wrong with them is said where they are read
-        sources = []
-    sizes = sorted({(source.count, source.hidden, source.inter, source.gated) for source in sources})
-    if top_k < 1 or not sizes or any(inter % (tp * GROUP) for _, _, inter, _ in sizes):
-        return "name them with --moe"
-    problems = [
-        Problem(
-            op="moe",
-            n=inter // tp,
-            k=hidden,
-            dtype=dtype_of(checkpoint, dtype),
-            experts=count,
-            top_k=top_k,
-            activation=GATED if gated else UNGATED,
-        )
-        for count, hidden, inter, gated in sizes
-    ]
-    return f"name them with {' '.join(map(tune_options, problems))} (or the activation that the model has)"

@@ -16,9 +16,10 @@ from ..dispatch.layout import choose_layout
 from ..dispatch.segments import Segment, decide
 from ..errors import Unsupported
 from ..kernels.problem import Device, Problem
+from ..kernels.weights.layouts import first_layout, layout_ids
 from ..kernels.weights.layouts import layout as get_layout
-from ..kernels.weights.layouts import layout_ids
 from .checkpoint import dtype_of, layers_of, problem_of
+from .checkpoint_experts import experts_of, left_out_words
 from .output import Grid
 from .words import device_words, plural, problem_words
 
@@ -34,10 +35,11 @@ class Covered(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[str, ...]
     extra: int  # of these, how many belong to multi-token prediction or lie beyond the model's last layer
     status: str  # "plan", "partly" (some of the plan's entries cannot be used here), "default" (no plan) or "none"
-    layout: str  # that packing would take
+    layout: str  # that packing would take; of experts that of w2
+    w13_layout: str  # of experts; "" for a linear layer
     kernels: str  # which runs at which M
     reason: str  # of a status other than "plan"
-    layout_bytes: dict[str, int]  # of one layer's weight on one rank, by layout
+    layout_bytes: dict[str, int]  # of one layer's weights on one rank, by layout; of experts by that of w2
 
 
 class Coverage(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,14 +55,15 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     planned_layers: int
     layers: int
     bytes: dict[str, int]  # of all these layers on one rank, by layout: "planned" takes each one's own
-    experts: dict[str, int]  # NVFP4 experts by module; not compared with the database
+    left_out: dict[str, str]  # expert layers that have no problem, and why
     foreign: dict[str, str]  # layers in other formats
+    tune: str  # the command that tunes all these problems
 
 
 def coverage(
     checkpoint: Checkpoint, store: Store | None, device: Device, *, tp: int, dtype: str | None, fused: bool
 ) -> Coverage:
-    """Compare the dense NVFP4 layers of a checkpoint with a database.
+    """Compare the NVFP4 layers of a checkpoint, dense ones and experts, with a database.
 
     Parameters
     ----------
@@ -70,8 +73,12 @@ def coverage(
         As for `problems_of_checkpoint`.
     """
     layers: dict[Problem, list[str]] = {}
+    x_dtype = dtype_of(checkpoint, dtype)
     for layer in layers_of(checkpoint, fused=fused):
-        layers.setdefault(problem_of(layer, tp=tp, dtype=dtype_of(checkpoint, dtype)), []).append(layer.name)
+        layers.setdefault(problem_of(layer, tp=tp, dtype=x_dtype), []).append(layer.name)
+    experts = experts_of(checkpoint, tp=tp, dtype=x_dtype)
+    for name, problem in experts.problems.items():
+        layers.setdefault(problem, []).append(name)
     found = []
     for problem, names in layers.items():
         plan = store.load_plan(device, problem) if store is not None else None
@@ -92,9 +99,9 @@ def coverage(
         planned_layers=sum(len(one.layers) for one in found if one.status in ("plan", "partly")),
         layers=sum(len(one.layers) for one in found),
         bytes=dict(total),
-        experts={name: len(by_number) for name, by_number in checkpoint.experts.items()}
-        | {name: experts.count for name, experts in checkpoint.fused_experts.items()},
+        left_out=dict(experts.left_out),
         foreign=dict(checkpoint.foreign),
+        tune=_command(checkpoint, tp=tp, dtype=dtype, fused=fused),
     )
 
 
@@ -119,14 +126,26 @@ def _covered(
         extra=sum(checkpoint.is_extra(name) for name in names),
         status=status,
         layout=layout,
+        w13_layout=first_layout(layout, problem) if problem.op == "moe" else "",
         kernels=kernels,
         reason=reason,
-        layout_bytes={
-            known: get_layout(known).bytes(problem.n, problem.k)
-            for known in layout_ids()
-            if problem.dtype in get_layout(known).dtypes and not get_layout(known).gated
-        },
+        layout_bytes=_layout_bytes(problem),
     )
+
+
+def _layout_bytes(problem: Problem) -> dict[str, int]:
+    """Of one layer's weights, by every layout that there is for them."""
+    known = {name: get_layout(name) for name in layout_ids()}
+    fitting = {name: one for name, one in known.items() if problem.dtype in one.dtypes and not one.gated}
+    if problem.op != "moe":
+        return {name: one.bytes(problem.n, problem.k) for name, one in fitting.items()}
+    rows = (2 if problem.gated else 1) * problem.n
+    return {
+        name: problem.experts
+        * (known[first_layout(name, problem)].bytes(rows, problem.k) + one.bytes(problem.k, problem.n))
+        for name, one in fitting.items()
+        if one.experts
+    }
 
 
 def _kernels(segments: tuple[Segment, ...]) -> str:
@@ -161,30 +180,34 @@ def show_coverage(console: Console, found: Coverage) -> None:
             one.kernels,
             _size(one.layout_bytes[one.layout] * len(one.layers)),
         )
-    console.print(made)
+    if found.problems:
+        console.print(made)
     for one in found.problems:
         if one.status in ("partly", "none"):
             console.print(f"{problem_words(one.problem)}: {one.reason}", soft_wrap=True)
+    if found.problems:
+        _show_totals(console, found)
+    if found.left_out:
+        console.print(left_out_words(found.left_out), soft_wrap=True)
+    if found.foreign:
+        names = ", ".join(f"{name} ({algo})" for name, algo in list(found.foreign.items())[:SHOWN_FOREIGN])
+        console.print(f"{plural(len(found.foreign), 'layer')} in other formats: {names}", soft_wrap=True)
+
+
+def _show_totals(console: Console, found: Coverage) -> None:
     rest = found.layers - found.planned_layers
-    fall = f"; {rest} fall back to default kernels: `{_command(found)}`" if rest else ""
+    fall = f"; {rest} fall back to default kernels: `{found.tune}`" if rest else ""
     console.print(f"{found.planned_layers} of {plural(found.layers, 'layer')} have a plan{fall}", soft_wrap=True)
     sizes = ", ".join(f"{layout} {_size(size)}" for layout, size in found.bytes.items())
     console.print(f"all of them by layout: {sizes}", soft_wrap=True)
     extra = sum(one.extra for one in found.problems)
     if extra:
         console.print(f"{plural(extra, 'layer')} of these are for multi-token prediction, or beyond the last layer")
-    if found.experts:
-        console.print(f"{plural(len(found.experts), 'expert layer')} left out: only dense layers are compared")
-    if found.foreign:
-        names = ", ".join(f"{name} ({algo})" for name, algo in list(found.foreign.items())[:SHOWN_FOREIGN])
-        console.print(f"{plural(len(found.foreign), 'layer')} in other formats: {names}", soft_wrap=True)
 
 
-def _command(found: Coverage) -> str:
-    """What tunes all these problems."""
-    options = (" --fused" if found.fused else "") + (f" --tp {found.tp}" if found.tp > 1 else "")
-    options += f" --dtype {found.dtype}" if found.dtype else ""
-    return f"nvfp4 tune --checkpoint {shlex.quote(found.path)}{options}"
+def _command(checkpoint: Checkpoint, *, tp: int, dtype: str | None, fused: bool) -> str:
+    options = (" --fused" if fused else "") + (f" --tp {tp}" if tp > 1 else "") + (f" --dtype {dtype}" if dtype else "")
+    return f"nvfp4 tune --checkpoint {shlex.quote(str(checkpoint.path))}{options}"
 
 
 def _size(size: int) -> str:

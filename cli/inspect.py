@@ -159,7 +159,7 @@ def _layouts(
 def _coverage(
     path: Path, db: Path | None, device_name: str | None, *, tp: int, dtype: str | None, fused: bool
 ) -> Coverage:
-    checkpoint = open_for_tuning(path, tp=tp, dtype=dtype)
+    checkpoint = open_for_tuning(path)
     here = describe(best_device())
     try:
         with Store.open(db, readonly=True) as store:

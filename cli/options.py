@@ -68,7 +68,11 @@ fused_option = click.option(
     "--fused", is_flag=True, help="Of checkpoints: q, k and v, or gate and up, as one layer, as serving engines do."
 )
 tp_option = click.option(
-    "--tp", type=int, default=1, metavar="N", help="Tensor parallel size of models, configs and checkpoints."
+    "--tp",
+    type=int,
+    default=1,
+    metavar="N",
+    help="Tensor parallel size of models, configs and checkpoints; every rank has its share of all experts.",
 )
 
 
@@ -80,7 +84,7 @@ def checkpoint_option(*, multiple: bool) -> Callable[[F], F]:
         multiple=multiple,
         type=click.Path(path_type=Path),
         metavar="DIR",
-        help="A folder with NVFP4 safetensors files: its dense layers. Only headers are read.",
+        help="A folder with NVFP4 safetensors files: its linear layers and experts. No weight is read.",
     )
 
 

@@ -11,6 +11,7 @@ import msgspec
 
 from ...errors import InvalidInput, Unsupported, message
 from .compressed import CompressedTensorsRules
+from .moe_config import read_moe_config
 from .rules import Answer, ModelOptRules, NoRules, Rules
 from .structs import CtConfig, HfQuantFile, ModelConfig, ModelOptConfig
 
@@ -24,7 +25,7 @@ MODELOPT_METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "nvfp4")
 FIELD_TYPES: dict[str, type] = {
     **dict.fromkeys(("model_type", "dtype", "torch_dtype"), str),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), int),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_experts_per_tok"), int),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), int),
     "tie_word_embeddings": bool,
     "quantization_config": dict,
 }
@@ -124,7 +125,7 @@ def _read_model(file: Path) -> ModelConfig:
     fields = {**raw, **inner}
     # Some models have one value per layer where others have one: what is of another type is not known.
     known = {name: fields[name] for name, kind in FIELD_TYPES.items() if type(fields.get(name)) is kind}
-    return _convert(known, ModelConfig, file)
+    return msgspec.structs.replace(_convert(known, ModelConfig, file), moe=read_moe_config(fields))
 
 
 def _rules(inner: dict[str, Any]) -> Rules:

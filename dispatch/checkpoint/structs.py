@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from .moe_config import MoeConfig
+
 __all__ = ["CtArgs", "CtConfig", "CtGroup", "HfQuantFile", "LayerQuantization", "ModelConfig", "ModelOptConfig"]
 
 
@@ -79,8 +81,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     num_experts: int | None = None
     num_local_experts: int | None = None
     n_routed_experts: int | None = None
-    num_experts_per_tok: int | None = None
     quantization_config: dict[str, Any] | None = None
+    moe: MoeConfig = MoeConfig()
 
     @property
     def experts(self) -> int:

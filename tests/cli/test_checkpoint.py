@@ -81,48 +81,6 @@ def test_only_headers_are_read(write, monkeypatch):
     assert len(problems_of_checkpoint(path)) == 4
 
 
-def test_experts_are_left_out_with_a_warning(write):
-    path = write(layers(0) | modelopt("model.layers.1.mlp.experts.0.up_proj", 16, 64))
-    with pytest.warns(UserWarning, match="expert layers are left out"):
-        assert len(problems_of_checkpoint(path)) == 4
-
-
-def experts(count, *, gated, hidden=64, inter=32):
-    """A layer of experts, stored one by one."""
-    tensors = {}
-    for number in range(count):
-        around = f"model.layers.1.mlp.experts.{number}"
-        for name in ("gate_proj", "up_proj") if gated else ("up_proj",):
-            tensors |= modelopt(f"{around}.{name}", inter, hidden)
-        tensors |= modelopt(f"{around}.down_proj", hidden, inter)
-    return tensors
-
-
-@pytest.mark.parametrize(
-    ("gated", "options", "named"),
-    [
-        (True, {}, "--moe experts=4,top_k=2,hidden=64,inter=32,activation=swiglu --dtype float16"),
-        (False, {}, "--moe experts=4,top_k=2,hidden=64,inter=32,activation=relu2 --dtype float16"),
-        (True, {"dtype": "bfloat16", "tp": 2}, "--moe experts=4,top_k=2,hidden=64,inter=16,activation=swiglu"),
-    ],
-)
-def test_experts_are_named_as_the_command_line_takes_them(write, gated, options, named):
-    path = write(layers(0) | experts(4, gated=gated), config=CONFIG | {"num_experts_per_tok": 2})
-    with pytest.warns(UserWarning, match="expert layers are left out") as told:
-        problems_of_checkpoint(path, **options)
-    assert f"name them with {named} (or" in str(told[0].message)
-
-
-@pytest.mark.parametrize("command", ["tune", "inspect", "warmup"])
-def test_a_checkpoint_of_experts_alone_says_what_to_name(write, run, command):
-    path = write(experts(4, gated=True), config=CONFIG | {"num_experts_per_tok": 2})
-    done = run(command, "--checkpoint", path)
-    words = " ".join(done.err.split())
-    assert (
-        done.code == 2 and "no dense NVFP4 layers; got NVFP4 experts; name them with --moe experts=4,top_k=2" in words
-    )
-
-
 def test_a_quantised_head_is_a_problem_too(write):
     path = write(layers(0) | modelopt("lm_head", 112, 64), hf={"quant_algo": "NVFP4"})
     assert problems_of_checkpoint(path)[0] == problems((112, 64))[0]
@@ -145,7 +103,9 @@ def test_tune_measures_its_problems_and_inspect_covers_them(write, run, tmp_path
     assert by_size[40, 64].status == "plan" and by_size[40, 64].kernels == "fake_good 1+"
     assert by_size[40, 64].layers == ("model.layers.1.mlp.up_proj", "model.layers.2.mlp.up_proj")
     assert by_size[40, 64].extra == 1  # config.json has two layers
-    assert by_size[64, 96].status == "default" and "nvfp4 tune --shape 64,96" in by_size[64, 96].reason
+    assert (
+        by_size[64, 96].status == "default" and "`nvfp4 tune --shape 64,96 --dtype float16`" in by_size[64, 96].reason
+    )
     assert (covered.planned_layers, covered.layers) == (2, 9)
     assert by_size[40, 64].layout_bytes["checkpoint"] == 40 * 64 * 9 // 16
     whole = 9 * (2 * 40 * 64 + sum(n * k for n, k in SIZES.values())) // 16
@@ -154,7 +114,6 @@ def test_tune_measures_its_problems_and_inspect_covers_them(write, run, tmp_path
 
 def test_the_table_fits_and_says_what_falls_back(write, run, columns):
     tensors = layers(0) | modelopt("model.layers.2.mlp.up_proj", 96, 64)
-    tensors |= modelopt("model.layers.0.mlp.experts.0.up_proj", 16, 64)
     tensors |= {"model.layers.1.o_proj.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
     path = write(tensors)
     done = run("inspect", "--checkpoint", path, columns=columns)
@@ -164,7 +123,7 @@ def test_the_table_fits_and_says_what_falls_back(write, run, columns):
     assert f"0 of 8 layers have a plan; 8 fall back to default kernels: `nvfp4 tune --checkpoint {path}`" in words
     assert "gemm 64x96 fp16" in words and "default" in words
     assert "1 layer of these are for multi-token prediction" in words
-    assert "1 expert layer left out" in words and "model.layers.1.o_proj (FP8)" in words
+    assert "1 layer in other formats: model.layers.1.o_proj (FP8)" in words and "expert" not in words
     table = [line for line in done.out.splitlines() if line.startswith(("gemm", "problem"))]
     assert all(len(line.rstrip()) <= columns for line in table) and "…" not in done.out
     done = run("inspect", "--checkpoint", path, "--dtype", "bfloat16", columns=columns)
@@ -207,7 +166,7 @@ def test_a_checkpoint_with_a_broken_layer_names_it(write, run):
 
 def test_a_checkpoint_without_nvfp4_layers_says_what_it_has(write, run):
     done = run("tune", "--checkpoint", write({"model.norm.weight": torch.ones(4)}))
-    assert done.code == 2 and "has no dense NVFP4 layers; got dense tensors" in done.err
+    assert done.code == 2 and "has no NVFP4 layers; got dense tensors" in done.err
 
 
 def test_another_algorithm_is_named(write, run):
