@@ -88,6 +88,9 @@ def test_a_failed_config_is_not_chosen_where_it_failed(plan, fake, status):
         (2, 128, "b", 16),
         (129, None, "a", 16),
     ]
+    # The range begins where it failed.
+    at_65 = [row for row in rows if row.status == "ok"] + [fake.measurement(a, 65, status=status)]
+    assert chosen(plan(at_65, a, b)) == [(1, 64, "a", 16), (65, 128, "b", 16), (129, None, "a", 16)]
     # A newer success at the same M counts again.
     healed = [*rows, fake.measurement(a, 64, 1.0, when=3.0)]
     assert chosen(plan(healed, a, b)) == [(1, None, "a", 16)]
@@ -121,6 +124,13 @@ def test_finals_decide_and_a_screen_cannot_beat_one(plan, fake):
     assert (only.kernel, only.expected_us) == ("a", 2.5)
     assert only.runner_up.startswith("b ")
     assert only.margin == pytest.approx(0.04)
+
+
+def test_a_default_with_a_screen_alone_is_not_near_a_final(plan, fake):
+    a = fake.Kernel("a", default_tile=64)
+    rows = [fake.measurement(a, 1, 2.0, tile=16, protocol="final"), fake.measurement(a, 1, 1.9, tile=64)]
+    (only,) = plan(rows, a).intervals()
+    assert (only.config, only.expected_us, only.runner_up) == (fake.Tile(tile=16).to_json(), 2.0, "")
 
 
 def test_the_newest_time_of_a_candidate_counts(plan, fake):

@@ -140,6 +140,13 @@ U8 = torch.uint8
 ERRORS = {  # changed arguments of a moe with E = 4, hidden 64, inter 48, top_k 2, and 5 tokens
     "x float32": ({"x": torch.zeros(5, 64)}, "wrong dtype of x; got torch.float32"),
     "x wrong": ({"x": torch.zeros(5, 32).bfloat16()}, "x, w13 and w2 do not fit; got x of shape (5, 32)"),
+    "w2 of another hidden": (
+        {"w2": torch.zeros(4, 80, 24, dtype=U8), "w2_scale": torch.zeros(4, 80, 3, dtype=U8)},
+        "x, w13 and w2 do not fit; got x of shape (5, 64), w13 (4, 96, 32) and w2 (4, 80, 24)",
+    ),
+    "no w2": ({"w2": None}, "w2 is missing; got None"),
+    "no factors": ({"w13_scale_2": None}, "w13_scale_2 is missing; got None"),
+    "no factors of w2": ({"w2_scale_2": None}, "w2_scale_2 is missing; got None"),
     "w13 dense": ({"w13": torch.zeros(4, 96, 64)}, "wrong w13; got torch.float32 (4, 96, 64)"),
     "w13 of one expert": ({"w13": torch.zeros(96, 32, dtype=U8)}, "wrong w13; got torch.uint8 (96, 32)"),
     "w13 K": ({"w13": torch.zeros(4, 96, 20, dtype=U8)}, "K of w13 must be a multiple of 16"),
@@ -201,12 +208,20 @@ GROUPED_ERRORS = {
         (torch.zeros(2, 3, 64).bfloat16(), "wrong shape of x; got (2, 3, 64)"),
         (torch.zeros(6, 32).bfloat16(), "x and weight do not fit"),
     ],
-    1: [(torch.zeros(40, 32, dtype=U8), "wrong weight; got torch.uint8 (40, 32)")],
+    1: [
+        (torch.zeros(40, 32, dtype=U8), "wrong weight; got torch.uint8 (40, 32)"),
+        (None, "weight is missing; got None"),
+    ],
     2: [(None, "weight's block scales are missing")],
-    3: [(torch.ones(40), "wrong weight_scale_2; got torch.float32 (40,)")],
+    3: [
+        (torch.ones(40), "wrong weight_scale_2; got torch.float32 (40,)"),
+        (None, "weight_scale_2 is missing; got None"),
+    ],
     4: [
         (torch.zeros(4, dtype=torch.int32), "wrong expert_offsets; got torch.int32 (4,); expected [E + 1] = (5,)"),
         (torch.zeros(5, dtype=torch.int64), "wrong expert_offsets; got torch.int64"),
+        (torch.zeros(5, dtype=torch.int32, device="meta"), "expert_offsets is not where x is; got meta"),
+        (None, "expert_offsets is missing; got None"),
     ],
 }
 
@@ -217,6 +232,13 @@ def test_errors_of_grouped_gemm(at, value, text):
     args[at] = value
     with pytest.raises(nvfp4.InvalidInput, match=re.escape(text)):
         grouped(*args)
+
+
+def test_out_features_of_a_stack_are_its_rows():
+    args = grouped_case()
+    assert torch.equal(grouped(*args, out_features=40), grouped(*args))
+    with pytest.raises(nvfp4.InvalidInput, match=r"wrong out_features; got 41; expected 40, the rows of weight"):
+        grouped(*args, out_features=41)
 
 
 def test_what_is_missing_is_named():

@@ -114,6 +114,15 @@ def test_what_is_valid():
         "eighth of the device's memory"
         in kernel.is_valid(replace(H200, memory_bytes=4 << 30), BIG, config, 4096).reason
     )
+    card = replace(H200, capability=(12, 0), smem_bytes=101376)
+    tiles = replace(config, block_m=64, block_n=64, stages=4)  # 4 steps of 64 columns: x, gate and up, 2 bytes each
+    assert (
+        "needs 100352 bytes of shared memory"
+        in kernel.is_valid(replace(card, smem_bytes=100351), BIG, tiles, 4096).reason
+    )
+    for config in kernel.space(card, BIG):
+        if kernel.is_valid(card, BIG, config, 4096):
+            assert config.stages * 64 * 2 * (config.block_m + 2 * config.block_n) <= 101376
     assert "needs sm_80" in kernel.supports(replace(H200, capability=(7, 5)), BIG).reason
     assert kernel.is_valid(H200, BIG, kernel.default_config(H200, BIG, 4096), 4096)
 
