@@ -109,7 +109,11 @@ def workload_options(command: F) -> F:
     for option in reversed(
         (
             click.option(
-                "--model", "models", multiple=True, metavar="NAME", help="A shipped model, such as llama-3.1-8b."
+                "--model",
+                "models",
+                multiple=True,
+                metavar="NAME",
+                help="A shipped model, such as llama-3.1-8b: its layers, q, k and v fused, and its routed experts.",
             ),
             click.option(
                 "--config",
@@ -117,7 +121,7 @@ def workload_options(command: F) -> F:
                 multiple=True,
                 type=click.Path(path_type=Path),
                 metavar="PATH",
-                help="A Hugging Face config.json, or the folder with it.",
+                help="A Hugging Face config.json, or the folder with it: its dense layers, fused as --model's.",
             ),
             checkpoint_option(multiple=True),
             fused_option,

@@ -82,7 +82,7 @@ def warmup(
       nvfp4 warmup
       nvfp4 warmup --model llama-3.1-8b --device cuda:1
       nvfp4 warmup --checkpoint path/to/model-NVFP4
-      nvfp4 warmup --arch sm_90a,sm_120a --output kernels --db tuned.db
+      nvfp4 warmup --arch sm_90a,sm_120a --output compiled --db tuned.db
 
     \b
     Exit codes: 0 ok; 1 failed, also when a kernel does not compile; 2 usage;

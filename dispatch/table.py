@@ -118,8 +118,8 @@ def _build(torch_device: torch.device, problem: Problem, layout: str, load: Load
     if not decision.tuned and (problem, layout) not in _announced:
         _announced.add((problem, layout))
         warnings.warn(
-            f"{problem.label} is not tuned on {device.name} for weight layout {layout!r}: default kernels run, which "
-            f"may be much slower. Tune it: {_command(problem)}",
+            f"{problem.label} is not tuned on {device.name} for weight layout {layout!r} (database: {_database()}): "
+            f"default kernels run, which may be much slower. Tune it: {_command(problem)}",
             UntunedWarning,
             stacklevel=caller_level(),
         )
@@ -153,6 +153,13 @@ def database_stamp() -> tuple[object, ...]:
     from ..cache import files
 
     return files.stamp()
+
+
+def _database() -> object:
+    """The file that plans are looked up in, which may not be there."""
+    from ..cache import files
+
+    return files.default_path()
 
 
 def _what_to_warm(problem: Problem, layout: str) -> str:

@@ -64,7 +64,8 @@ def test_dtypes_and_shapes_are_problems_of_their_own(exact, case, set_plan):
     assert [tile for _, tile, _ in exact.launches] == [16, 64]
 
 
-def test_untuned_is_said_once_per_problem_and_names_the_command(exact, case):
+def test_untuned_is_said_once_per_problem_and_names_database_and_command(exact, case, monkeypatch):
+    monkeypatch.setenv("NVFP4_DB", "/not/there.db")  # a wrong path is no error, but the warning shows it
     c, other = case(), case(n=48)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
@@ -76,6 +77,7 @@ def test_untuned_is_said_once_per_problem_and_names_the_command(exact, case):
     told = [str(w.message) for w in seen if issubclass(w.category, nvfp4.UntunedWarning)]
     assert len(told) == 2
     assert "nvfp4 tune --shape 32,64" in told[0] and "nvfp4 tune --shape 48,64" in told[1]
+    assert all("(database: /not/there.db)" in words for words in told)
 
 
 def test_a_warning_points_to_the_line_of_the_user(exact, case):
