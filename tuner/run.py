@@ -312,11 +312,13 @@ def _one_problem(
     session, begun = run.session, time.monotonic()
     if not run.candidates:
         return None, 0
+    incumbent = session.store.load_plan(session.device, run.problem)
     if budget_s is not None and budget_s <= 0:  # preparing a problem takes seconds that nobody has
-        return session.store.load_plan(session.device, run.problem), _open(run)
+        plan = _decide(run, options)  # of rows that no plan was made from: merged ones, or those of a killed run
+        _save(session, plan, incumbent)
+        return plan or incumbent, _open(run)
     if _open(run):
         run.fits()
-    incumbent = session.store.load_plan(session.device, run.problem)
     first = neighbours(session.store.plans(), session.device, run.problem)
     for ahead in (run, *later[:1]):  # the next problem's candidates compile while this one's are measured
         submit_builds(ahead, first)
@@ -334,9 +336,13 @@ def _one_problem(
         plan = _decide(run, options)  # of what there is: better than defaults, and the next run improves it
         raise
     finally:
-        if plan is not None and (incumbent is None or plan.id != incumbent.id):
-            session.store.save_plan(plan)
+        _save(session, plan, incumbent)
     return plan, unexplored
+
+
+def _save(session: Session, plan: Plan | None, incumbent: Plan | None) -> None:
+    if plan is not None and (incumbent is None or plan.id != incumbent.id):
+        session.store.save_plan(plan)
 
 
 def _decide(run: ProblemRun, options: Options) -> Plan | None:

@@ -298,6 +298,19 @@ def test_no_time_at_all_still_ends_well(install, go):
     assert result.unexplored == {PROBLEM: 3} and result.exit_code == 4
 
 
+def test_merged_rows_make_a_plan_without_time_to_measure(install, go, tmp_path):
+    install(Tiles())
+    first, _ = go()
+    (tmp_path / "t.db").rename(tmp_path / "other.db")
+    with Store.open(tmp_path / "t.db") as store:
+        store.merge_from(tmp_path / "other.db")
+    second, _ = go(budget_s=0.0)
+    assert second.measured == 0 and second.exit_code == 0
+    assert second.plans[PROBLEM].id == first.plans[PROBLEM].id
+    with Store.open(tmp_path / "t.db", readonly=True) as store:
+        assert store.load_plan(fake_device(), PROBLEM).id == first.plans[PROBLEM].id
+
+
 def test_winners_of_a_similar_shape_go_early(install, go):
     install(Tiles(rows=tuple(range(8, 520, 8))))
     go(ms=(4096,), quick=True)
