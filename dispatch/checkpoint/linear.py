@@ -115,7 +115,7 @@ def load_linear(
         got = ", ".join(f"{info.name}: {info.k}" for info in infos)
         raise InvalidInput(message(f"{what} do not read the same x", got=got, expected="one in_features"))
     pieces = [piece for info, one in zip(infos, shards, strict=True) for piece in _pieces(info, one, parts)]
-    if len({piece.k for piece in pieces}) > 1:
+    if len({(piece.columns.start, piece.columns.stop) for piece in pieces}) > 1:
         raise InvalidInput(message(f"{what}: shards do not fit", got=shards, expected="the same columns of each"))
     row_parallel = [one is not None and one.how == "row" and one.rank > 0 for one in shards]
     return _read(

@@ -176,6 +176,7 @@ ERRORS = {  # changed arguments of a moe with E = 4, hidden 64, inter 48, top_k 
     "inter": ({"inter": 64}, "wrong inter; got 64; expected 48"),
     "ids float": ({"topk_ids": torch.zeros(5, 2)}, "wrong dtype of topk_ids"),
     "ids of other tokens": ({"topk_ids": torch.zeros(4, 2, dtype=torch.int32)}, "topk_ids do not fit x; got (4, 2)"),
+    "a scalar id": ({"topk_ids": torch.zeros((), dtype=torch.int32)}, "topk_ids do not fit x; got ()"),
     "no ids": ({"topk_ids": torch.zeros(5, 0, dtype=torch.int32)}, "topk_ids do not fit x"),
     "weights half": ({"topk_weights": torch.zeros(5, 2).half()}, "wrong dtype of topk_weights"),
     "weights of other tokens": ({"topk_weights": torch.zeros(5, 3)}, "topk_weights do not fit topk_ids; got (5, 3)"),

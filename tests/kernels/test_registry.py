@@ -5,6 +5,7 @@ import sys
 import pytest
 from nvfp4.errors import InvalidInput
 from nvfp4.kernels import registry
+from nvfp4.kernels.problem import Device, Problem
 
 
 @pytest.fixture(autouse=True)
@@ -22,6 +23,25 @@ def test_every_op_has_kernels_for_cpus_and_gpus():
     ):
         found = registry.kernels(op)
         assert names <= {kernel.name for kernel in found} and all(kernel.op == op for kernel in found)
+
+
+HOPPER_ONLY = {"cutedsl_wgmma", "cutedsl_moe", "cutedsl_grouped"}  # wgmma exists on sm_90a and nowhere else
+PROBLEMS = (
+    Problem(n=4096, k=4096),
+    Problem(op="grouped_gemm", n=1536, k=2048, experts=128),
+    Problem(op="moe", n=768, k=2048, experts=128, top_k=8, activation="swiglu"),
+)
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.op)
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
+def test_kernels_of_one_architecture_run_on_no_other(capability, problem):
+    card = Device(kind="cuda", name="card", capability=capability, units=48, smem_bytes=101376, memory_bytes=1 << 36)
+    found = {kernel.name for kernel in registry.kernels(problem.op) if kernel.supports(card, problem)}
+    every = {kernel.name for kernel in registry.kernels(problem.op)}
+    assert found & HOPPER_ONLY == (every & HOPPER_ONLY if capability == (9, 0) else set())
+    assert bool(found - HOPPER_ONLY) == (capability >= (8, 0))
+    assert not any(name.startswith("cpu") for name in found)
 
 
 def test_modules_of_nvfp4_kernels_are_added(monkeypatch):

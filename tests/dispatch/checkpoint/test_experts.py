@@ -7,7 +7,7 @@ import pytest
 import torch
 from nvfp4.dispatch.checkpoint import Shard, expert_range, load_experts, open_checkpoint
 from nvfp4.errors import InvalidInput, Unsupported
-from nvfp4.kernels.weights.codec import dequantize
+from nvfp4.kernels.weights.codec import dequantize, swap_nibbles
 from nvfp4.testing.checkpoints import as_compressed_tensors, dense, modelopt, stacked_experts
 from nvfp4.testing.checkpoints import experts as make_experts
 
@@ -286,6 +286,29 @@ def test_nan_scales_are_named_with_their_expert(write):
     with pytest.raises(InvalidInput, match=r"experts\.1\.up_proj\.weight_scale holds 1 NaN; got byte 0x7F at \[4, 2\]"):
         load_experts(checkpoint, MLP)
     assert float(load_experts(checkpoint, MLP, repair_nan=True).w13_scale[1, INTER + 4, 2]) == 448
+
+
+@pytest.mark.parametrize("files", [separate, lambda: stacked(separate())])
+def test_nibbles_are_swapped_only_when_asked(write, files):
+    tensors = files()
+    right = load_experts(open_checkpoint(write(tensors)), MLP)
+    other = {name: swap_nibbles(one) if one.dtype == torch.uint8 else one for name, one in tensors.items()}
+    checkpoint = open_checkpoint(write(other, folder="swapped"))
+    got, wrong = load_experts(checkpoint, MLP, swap_nibbles=True), load_experts(checkpoint, MLP)
+    assert torch.equal(got.w13, right.w13) and torch.equal(got.w2, right.w2)
+    assert not torch.equal(wrong.w13, right.w13) and not torch.equal(wrong.w2, right.w2)
+
+
+@pytest.mark.parametrize("role", ["gate_proj", "up_proj", "down_proj"])
+def test_biases_are_finite_and_every_expert_has_them_or_none(write, role):
+    tensors = separate(bias=True)
+    name = f"{MLP}.1.{role}.bias"
+    tensors[name][3] = float("nan")
+    with pytest.raises(InvalidInput, match=rf"experts\.1\.{role}\.bias is not finite; got nan at \[3\]"):
+        load_experts(open_checkpoint(write(tensors)), MLP)
+    del tensors[name]
+    with pytest.raises(InvalidInput, match=rf"a bias is missing; got none for .*experts\.1\.{role}; expected as for"):
+        load_experts(open_checkpoint(write(tensors, folder="missing")), MLP)
 
 
 def test_missing_and_foreign_layers_are_named(write):

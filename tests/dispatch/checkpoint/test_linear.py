@@ -159,12 +159,19 @@ def test_a_scale_per_part_needs_as_many_parts(write, shape):
     checkpoint = open_checkpoint(write(tensors))
     with pytest.raises(InvalidInput, match=r"rows must be told apart.*pass parts=, 3 numbers of 128 rows"):
         load_linear(checkpoint, name)
-    for parts in ((128,), (64, 64), (32,) * 4):
+    for parts in ((128,), (64, 64), (32,) * 4, (64, 64, 0)):
         with pytest.raises(InvalidInput, match=r"wrong parts; got .*; expected 128 rows in 3 parts, one per global"):
             load_linear(checkpoint, name, parts=parts)
     got = load_linear(checkpoint, name, parts=(64, 32, 32))
     rows = torch.tensor([1e-3] * 64 + [2e-3] * 32 + [5e-4] * 32)
     assert torch.equal(got.weight_scale_2, rows)
+    ct = {
+        f"{name}.weight_packed": tensors[f"{name}.weight"],
+        f"{name}.weight_scale": tensors[f"{name}.weight_scale"],
+        f"{name}.weight_global_scale": torch.tensor([1000.0, 500.0, 2000.0]).reshape(shape),
+    }
+    got = load_linear(open_checkpoint(write(ct, folder="ct")), name, parts=(64, 32, 32))
+    assert torch.equal(got.weight_scale_2, 1 / torch.tensor([1000.0] * 64 + [500.0] * 32 + [2000.0] * 32))
 
 
 def test_rows_of_a_layer_that_is_stored_fused_must_be_told_apart(write):
@@ -210,6 +217,21 @@ def test_parts_may_be_divided_differently(write, qkv):
     got = load_linear(open_checkpoint(write(qkv)), [f"{ATTN}.{part}_proj" for part in "qkv"], shard=shards)
     expected = [dense(qkv, f"{ATTN}.q_proj")[48:], *(dense(qkv, f"{ATTN}.{part}_proj")[16:] for part in "kv")]
     assert torch.equal(value(got), torch.cat(expected))
+
+
+def test_shards_of_a_fused_layer_have_the_same_columns(write):
+    tensors = modelopt(f"{MLP}.gate_proj", 16, 64, 1) | modelopt(f"{MLP}.up_proj", 16, 64, 2)
+    names, checkpoint = [f"{MLP}.gate_proj", f"{MLP}.up_proj"], open_checkpoint(write(tensors))
+    first, second = (Shard(rank=rank, size=2, how="row") for rank in range(2))
+    got = load_linear(checkpoint, names, shard=[second, second])
+    assert torch.equal(value(got), torch.cat([dense(tensors, name) for name in names])[:, 32:])
+    for other in (first, Shard(rank=0, size=1, how="row"), Shard(rank=0, size=2, how="column")):
+        with pytest.raises(InvalidInput, match=r"shards do not fit; got .*; expected the same columns of each"):
+            load_linear(checkpoint, names, shard=[second, other])
+    with pytest.raises(InvalidInput, match=r"wrong number of shards; got 1; expected 2"):
+        load_linear(checkpoint, names, shard=[second])
+    with pytest.raises(InvalidInput, match=r"no layer is named"):
+        load_linear(checkpoint, [])
 
 
 def test_a_group_is_never_cut(write):
