@@ -163,14 +163,14 @@ class ModelOptRules:
         """By `quantized_layers`, else by the algorithm and its exclude patterns."""
         if self.layers:
             return self._listed(name)
-        if self.config.moe_quant_algo and "experts" in name.split("."):
-            return self._of(LayerQuantization(quant_algo=self.config.moe_quant_algo), "moe_quant_algo")
         pattern = self._excluded(name)
         if pattern is not None:
             return self._dense(f"excluded by {pattern!r}")
         parts = fused_parts(name)
         if parts and any(self._excluded(part) for part in parts):
             return agreed(name, {part: self.answer(part) for part in parts})
+        if self.config.moe_quant_algo and "experts" in name.split("."):
+            return self._of(LayerQuantization(quant_algo=self.config.moe_quant_algo), "moe_quant_algo")
         if not self.algo:
             return self._dense("only the experts are quantised")
         entry = LayerQuantization(quant_algo=self.algo, group_size=self.config.group_size)

@@ -177,12 +177,10 @@ def test_quantized_layers_beat_config_groups(read):
 
 
 def test_experts_alone_may_be_nvfp4(read):
-    config = read(inner={"quant_method": "fp8", "moe_quant_algo": "NVFP4", "ignore": ["*.attn.*"]})
-    assert algos(config, "layers.0.ffn.experts.3.w1", "layers.0.attn.wq", "layers.0.ffn.shared_experts.w1") == [
-        "NVFP4",
-        "",
-        "",
-    ]
+    config = read(inner={"quant_method": "fp8", "moe_quant_algo": "NVFP4", "ignore": ["*.attn.*", "mtp.*"]})
+    assert algos(config, "layers.0.ffn.experts.3.w1", "layers.0.ffn.experts") == ["NVFP4"] * 2
+    dense = ("layers.0.attn.wq", "layers.0.ffn.shared_experts.w1", "mtp.0.ffn.experts.3.w1", "mtp.0.ffn.experts")
+    assert algos(config, *dense) == [""] * 4
 
 
 def test_when_both_files_differ_a_warning_names_the_one_that_counts(read):
