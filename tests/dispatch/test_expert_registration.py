@@ -212,11 +212,16 @@ GROUPED_ERRORS = {
     1: [
         (torch.zeros(40, 32, dtype=U8), "wrong weight; got torch.uint8 (40, 32)"),
         (None, "weight is missing; got None"),
+        (torch.zeros(4, 40, 32, dtype=U8, device="meta"), "weight is not where x is; got meta"),
     ],
-    2: [(None, "weight's block scales are missing")],
+    2: [
+        (None, "weight's block scales are missing"),
+        (torch.zeros(4, 40, 4, dtype=U8, device="meta"), "weight_scale is not where x is; got meta"),
+    ],
     3: [
         (torch.ones(40), "wrong weight_scale_2; got torch.float32 (40,)"),
         (None, "weight_scale_2 is missing; got None"),
+        (torch.ones(4, device="meta"), "weight_scale_2 is not where x is; got meta"),
     ],
     4: [
         (torch.zeros(4, dtype=torch.int32), "wrong expert_offsets; got torch.int32 (4,); expected [E + 1] = (5,)"),

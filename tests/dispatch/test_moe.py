@@ -164,6 +164,12 @@ def test_ids_that_are_left_out_give_exactly_nothing():
     assert out[2].any() and torch.equal(out[2], out[3])
 
 
+def test_a_map_may_know_one_expert():
+    case = moe_case(0)
+    mapped = run(replace(case, ids=torch.where(case.ids == 1, 0, 9)), expert_map=torch.tensor([2]))
+    assert torch.equal(mapped, run(replace(case, ids=torch.where(case.ids == 1, 2, -1)))) and mapped.any()
+
+
 def test_a_row_of_nan_stays_in_its_row():
     case = moe_case(0)
     ids = case.ids.clone()
