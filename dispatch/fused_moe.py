@@ -12,6 +12,7 @@ from ..kernels.moe.activations import activation as get_activation
 from ..kernels.weights.codec import quantize
 from ..kernels.weights.weight import Weight, check_tensors, is_aligned
 from .checkpoint import Checkpoint, ExpertTensors, Shard, load_experts
+from .checkpoint.checkpoint import check_opened
 from .checkpoint.expert_sources import ROLES, expert_source
 from .checkpoint.modules import MODELOPT
 from .checkpoint.names import aliases
@@ -146,6 +147,7 @@ class FusedMoE(ExpertStacks):
         InvalidInput, Unsupported
             As `load_experts` does.
         """
+        check_opened(checkpoint)
         stored = next((checkpoint.experts[one] for one in aliases(name) if one in checkpoint.experts), None)
         if stored is None or shard is not None:
             read = load_experts(checkpoint, name, experts=experts, shard=shard, gate_up=gate_up, device=device)

@@ -10,7 +10,7 @@ from ..kernels.device import describe
 from ..kernels.problem import Problem
 from ..kernels.weights.experts import pack_experts
 from ..kernels.weights.fragment import fragment_id
-from ..kernels.weights.layouts import GLU, first_layout, to_layout
+from ..kernels.weights.layouts import GLU, first_layout, layout_ids, to_layout
 from ..kernels.weights.weight import Weight, check_tensors
 from .checks import DTYPE_NAMES
 from .layout import planned_layout
@@ -75,6 +75,11 @@ def pack(
         layout = _planned_layout(weight, dtype) if weight.ndim == 2 else "checkpoint"
     elif layout in ("fragment", "fragment" + GLU):
         layout = _fragment_id(weight.device, dtype) + layout.removeprefix("fragment")
+    elif layout not in layout_ids():
+        known = ", ".join(layout_ids())
+        raise InvalidInput(
+            message("unknown weight layout", got=repr(layout), expected=f"fragment, fragment{GLU} or one of {known}")
+        )
     convert = pack_experts if weight.ndim == 3 else to_layout
     return convert(
         weight, weight_scale, weight_scale_2, layout_id=layout, scale_layout=scale_layout, repair_nan=repair_nan

@@ -19,6 +19,8 @@ from .layout import planned_layout
 
 __all__ = ["warmup"]
 
+OF_MODELS = "of a model pass nvfp4.nn.weights(model), and problem(top_k) of its nvfp4.nn.FusedMoE"
+
 
 def warmup(
     weights_or_problems: Weight | Problem | Iterable[Weight | Problem] | Mapping[str, Weight | Problem],
@@ -83,7 +85,14 @@ def warmup(
             problem = Problem(n=item.out_features, k=item.in_features, dtype=DTYPE_NAMES[dtype])
             where, reads = item.data.device, item.layout
         else:
-            raise InvalidInput(message("warmup cannot use this", got=type(item).__name__, expected="Weight or Problem"))
+            raise InvalidInput(
+                message(
+                    "warmup cannot use this",
+                    got=type(item).__name__,
+                    expected="Weight or Problem",
+                    do=OF_MODELS if isinstance(item, torch.nn.Module) else "",
+                )
+            )
         if (problem, reads, where) in seen:
             continue
         seen.add((problem, reads, where))

@@ -15,7 +15,7 @@ from .modules import FLOATS, GROUP, Broken, Foreign, LinearInfo, classify
 from .names import aliases, expert_of, is_linear_name, is_of_mtp, layer_number, split
 from .rules import NVFP4
 
-__all__ = ["Checkpoint", "open_checkpoint"]
+__all__ = ["Checkpoint", "check_opened", "open_checkpoint"]
 
 # Their tensors look like NVFP4, but are used in another way.
 VARIANTS = ("NVFP4_SVD", "W4A8_NVFP4_FP8")
@@ -129,6 +129,14 @@ class Checkpoint:
             problems = list(self.broken.values())
             more = f" (and {len(problems) - 3} more modules)" if len(problems) > 3 else ""
             raise InvalidInput(f"{self.path}: " + " | ".join(problems[:3]) + more)
+
+
+def check_opened(checkpoint: object) -> None:
+    """Raise InvalidInput for anything but a Checkpoint, such as the path of one."""
+    if not isinstance(checkpoint, Checkpoint):
+        raise InvalidInput(
+            message("this is no open checkpoint", got=repr(checkpoint), do="pass what open_checkpoint(folder) returns")
+        )
 
 
 def open_checkpoint(path: str | Path) -> Checkpoint:

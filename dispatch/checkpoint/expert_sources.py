@@ -9,7 +9,7 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 from ...errors import InvalidInput, Unsupported, message
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, check_opened
 from .files import listed
 from .fused_experts import FusedExperts, StackedInfo, read_stacked
 from .modules import CT, MODELOPT, LinearInfo
@@ -74,6 +74,7 @@ class Source(Protocol):
 
 def expert_source(checkpoint: Checkpoint, name: str, gate_up: str | None) -> Source:
     """The experts in the module `name`, in any of its spellings. Raises as `load_experts` does."""
+    check_opened(checkpoint)
     if gate_up not in (None, "halves", "interleaved"):
         raise InvalidInput(message("wrong gate_up", got=repr(gate_up), expected='"halves" or "interleaved"'))
     for spelling in aliases(name):

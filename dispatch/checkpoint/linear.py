@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...errors import InvalidInput, message
 from ...kernels.weights.codec import swap_nibbles
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, check_opened
 from .files import TensorFiles
 from .modules import CT, LinearInfo
 from .names import fused_parts
@@ -103,6 +103,7 @@ def load_linear(
     Unsupported
         A layer is quantised in another way.
     """
+    check_opened(checkpoint)
     wanted = [names] if isinstance(names, str) else list(names)
     if not wanted:
         raise InvalidInput(message("no layer is named", expected="at least one"))

@@ -64,7 +64,7 @@ def test_swizzled_scales_and_nan_repair(exact, case):
     ("options", "text"),
     [
         ({"dtype": torch.float32}, "wrong dtype"),
-        ({"layout": "no-such"}, "unknown weight layout.*checkpoint"),
+        ({"layout": "no-such"}, "unknown weight layout.*fragment, fragment-glu or one of checkpoint, "),
         ({"scale_layout": "zigzag"}, "unknown scale_layout"),
     ],
 )

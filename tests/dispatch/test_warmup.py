@@ -45,6 +45,7 @@ def test_a_problem_is_warmed_in_the_marked_layout(install, fake, set_plan, mirro
         ([torch.zeros(3)], {}, "got Tensor"),
         (torch.zeros(3), {}, "got Tensor"),
         (3, {}, "got int"),
+        (torch.nn.Linear(16, 16), {}, r"got Linear; .*pass nvfp4\.nn\.weights\(model\)"),
         ([], {"dtype": torch.float32}, "wrong dtype"),
         ([], {"ms": (0,)}, "wrong ms"),
         ([], {"ms": (1.5,)}, "wrong ms"),

@@ -6,7 +6,7 @@ import warnings
 import nvfp4
 import pytest
 import torch
-from nvfp4.dispatch.checkpoint import Shard, load_linear, open_checkpoint
+from nvfp4.dispatch.checkpoint import Shard, load_experts, load_linear, open_checkpoint
 from nvfp4.errors import InvalidInput, Unsupported
 from nvfp4.kernels.weights.codec import dequantize, swap_nibbles
 from nvfp4.kernels.weights.weight import is_aligned
@@ -524,3 +524,16 @@ def test_a_tensor_in_two_files_without_an_index_is_named(write):
     (path / "model.safetensors").rename(path / "b.safetensors")
     with pytest.raises(InvalidInput, match=r"up_proj\.\w+ is in two files; got a\.safetensors and b\.safetensors"):
         open_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda path: load_linear(path, f"{ATTN}.q_proj"),
+        lambda path: load_experts(path, f"{MLP}.experts"),
+        lambda path: nvfp4.nn.FusedMoE.from_checkpoint(path, f"{MLP}.experts"),
+    ],
+)
+def test_a_path_instead_of_an_open_checkpoint_is_said(write, qkv, read):
+    with pytest.raises(InvalidInput, match=r"no open checkpoint; got .*; pass what open_checkpoint\(folder\) returns"):
+        read(write(qkv))
