@@ -4,7 +4,7 @@ Importing it registers `torch.ops.nvfp4.gemm`, `gemm.out`, `grouped_gemm`, `moe`
 context and loads none of the compilers, the database or the tuner.
 """
 
-from .dispatch import nn
+from . import nn
 from .dispatch.convert import convert_
 from .dispatch.expert_ops import grouped_gemm, moe
 from .dispatch.ops import dequantize, gemm

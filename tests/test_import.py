@@ -55,6 +55,12 @@ def test_public_names():
     assert all(getattr(nvfp4, name).__doc__ for name in nvfp4.__all__ if not name.startswith("__"))
 
 
+def test_modules_with_a_public_name_can_be_imported():
+    from nvfp4.nn import FusedMoE, Linear, weights
+
+    assert (FusedMoE, Linear, weights) == (nvfp4.nn.FusedMoE, nvfp4.nn.Linear, nvfp4.nn.weights)
+
+
 def test_schemas():
     assert str(torch.ops.nvfp4.gemm.default._schema) == (
         "nvfp4::gemm(Tensor x, Tensor weight, Tensor? weight_scale, Tensor weight_scale_2, *, Tensor? bias=None, "
