@@ -47,7 +47,7 @@ def duration(text: str) -> float:
 
 def torch_device(text: str) -> str:
     """The text itself, if it names a kind of device that has kernels."""
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+    if not re.fullmatch(r"cpu|cuda(:(0|[1-9][0-9]?))?", text):  # torch counts in one signed byte
         raise click.BadParameter(f"{text!r} is neither cpu nor cuda nor cuda:N")
     return text
 

@@ -64,6 +64,8 @@ def test_without_a_winner_it_ends_with_4_and_a_damaged_database_is_moved_aside(r
         (("--shape", "40,64", "--budget", "soon"), "not a duration"),
         (("--shape", "40,64", "--budget", "0s"), "not a duration"),
         (("--shape", "40,64", "--device", "mps"), "neither cpu nor cuda"),
+        (("--shape", "40,64", "--device", "cuda:9999999999"), "neither cpu nor cuda"),
+        (("--shape", "40,64", "--device", "cuda:٣"), "neither cpu nor cuda"),
         (("--shape", "40,64", "--kernel", "nobody", "--device", "cpu"), "unknown kernels"),
         (("--shape", "40,64", "--dtype", "float32"), "bfloat16"),
         (("--no-such-option",), "No such option"),
