@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
 
-from ...errors import Unsupported, message
+from ...errors import InvalidInput, Unsupported, message
 from .names import aliases, fused_parts
 from .rules import DENSE, NVFP4, Answer, agreed
 from .structs import CtArgs, CtConfig, CtGroup
@@ -43,6 +43,8 @@ class CompressedTensorsRules:
 
     Raises
     ------
+    InvalidInput
+        A pattern is no regular expression.
     Unsupported
         No group is NVFP4; what they are is in the message.
     """
@@ -57,6 +59,8 @@ class CompressedTensorsRules:
             value = getattr(self.config, field)
             if value and value.get("format") != "dense":
                 raise Unsupported(message(f"{self.source}: unsupported {field}", got=value, expected="none"))
+        for target in (*(target for target, _, _ in self._targets), *(self.config.ignore or ())):
+            self._check_pattern(target)
         kinds = {name: kind for name, _, kind in self._groups}
         if NVFP4 not in kinds.values():
             got = ", ".join(f"{name}: {kind or 'no weights'}" for name, kind in kinds.items()) or "no config_groups"
@@ -67,6 +71,16 @@ class CompressedTensorsRules:
                     expected="num_bits 4, type 'float', strategy 'tensor_group', group_size 16",
                 )
             )
+
+    def _check_pattern(self, target: str) -> None:
+        try:
+            re.compile(target.removeprefix(REGEX) if target.startswith(REGEX) else "")
+        except (re.error, RecursionError, OverflowError) as error:
+            raise InvalidInput(
+                message(
+                    f"{self.source}: this is no pattern", got=f"{target!r}: {error}", expected="a regular expression"
+                )
+            ) from error
 
     @cached_property
     def _groups(self) -> list[tuple[str, tuple[str, ...], str]]:

@@ -13,10 +13,10 @@ from .checkpoint import Checkpoint, check_opened
 from .files import listed
 from .fused_experts import FusedExperts, StackedInfo, read_stacked
 from .modules import CT, MODELOPT, LinearInfo
-from .names import aliases
+from .names import aliases, number_of
 from .values import global_factor
 
-__all__ = ["Half", "Source", "expert_source"]
+__all__ = ["ROLES", "Half", "Source", "expert_source", "part_of"]
 
 Role = Literal["gate", "up", "down"]
 
@@ -70,6 +70,18 @@ class Source(Protocol):
     def halves(self, expert: int) -> Iterator[Half]:
         """Gate (if there is one), up and down."""
         ...
+
+
+def part_of(source: Source, experts: range | None) -> range:
+    """The experts that are to be read, None for all. Raises InvalidInput where they are no complete part of these."""
+    wanted = range(source.count) if experts is None else experts
+    whole = isinstance(wanted, range) and wanted.step == 1 and 0 <= wanted.start < wanted.stop <= source.count
+    if not whole:
+        raise InvalidInput(
+            message(f"{source.name}: wrong experts", got=wanted, expected=f"a part of range({source.count})")
+        )
+    source.check(wanted)
+    return wanted
 
 
 def expert_source(checkpoint: Checkpoint, name: str, gate_up: str | None) -> Source:
@@ -129,6 +141,11 @@ class Separate:
             unknown = set(self._experts[expert]) - set(ROLES)
             if unknown:
                 raise InvalidInput(message(f"{self.name}.{expert} has unknown layers", got=listed(unknown)))
+            if len(there) < len(self._experts[expert]):
+                names = listed(self._experts[expert], 6)
+                raise InvalidInput(
+                    message(f"{self.name}.{expert} has a layer twice", got=names, expected=listed(wanted))
+                )
             for role, info in there.items():
                 expected = (self.hidden, self.inter) if role == "down" else (self.inter, self.hidden)
                 if (info.n, info.k) != expected:
@@ -232,6 +249,6 @@ def _numbers(name: str, modules: tuple[str, ...]) -> Iterator[int]:
     prefix = f"{name}."
     for module in modules:
         if module.startswith(prefix):
-            number = module.removeprefix(prefix).partition(".")[0]
-            if number.isdigit():
-                yield int(number)
+            number = number_of(module.removeprefix(prefix).partition(".")[0])
+            if number is not None:
+                yield number

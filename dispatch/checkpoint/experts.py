@@ -11,7 +11,7 @@ from torch import Tensor
 from ...errors import InvalidInput, message
 from ...kernels.weights.codec import swap_nibbles as swap
 from .checkpoint import Checkpoint
-from .expert_sources import Half, Source, expert_source
+from .expert_sources import Half, Source, expert_source, part_of
 from .shard import Shard
 from .values import check_finite, check_pre_quant_scale, check_scale, same_pre_quant_scale
 
@@ -95,10 +95,7 @@ def load_experts(
         The layer is quantised in another way.
     """
     source = expert_source(checkpoint, name, gate_up)
-    wanted = range(source.count) if experts is None else experts
-    if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= source.count:
-        raise InvalidInput(message(f"{name}: wrong experts", got=wanted, expected=f"a part of range({source.count})"))
-    source.check(wanted)
+    wanted = part_of(source, experts)
     inter = slice(0, source.inter) if shard is None else _inner(shard, source)
     stacks = _Stacks(source, len(wanted), inter.stop - inter.start, torch.device(device))
     for local, expert in enumerate(wanted):

@@ -18,6 +18,7 @@ __all__ = [
     "is_linear_name",
     "is_of_mtp",
     "layer_number",
+    "number_of",
     "pattern_matcher",
     "split",
 ]
@@ -38,7 +39,9 @@ HEAD = "lm_head"
 BLOCK = re.compile(r"\.(mlp|block_sparse_moe)\.(?=(?:experts|gate|e_score_correction_bias)\b)")
 OTHER_BLOCK = {"mlp": "block_sparse_moe", "block_sparse_moe": "mlp"}
 
-EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.(\w+)")
+# As lists of modules count: "03", other scripts' digits and numbers that no list reaches would be second names.
+NUMBER = re.compile(r"0|[1-9][0-9]{0,8}")
+EXPERT = re.compile(rf"(.*\bexperts)\.({NUMBER.pattern})\.(\w+)")
 LINEAR = re.compile(r"(?:\w*proj(?:_\w+)?|lm_head|w[123]|fc[12])")
 
 
@@ -92,19 +95,29 @@ def expert_of(name: str) -> tuple[str, int, str] | None:
 
 def in_layer_order(names: Iterable[str]) -> list[str]:
     """Sorted, layer 2 before layer 10."""
-    return sorted(names, key=lambda name: [(int(p), "") if p.isdigit() else (-1, p) for p in name.split(".")])
+    return sorted(names, key=lambda name: [_place(part) for part in name.split(".")])
+
+
+def _place(part: str) -> tuple[int, str]:
+    number = number_of(part)
+    return (-1, part) if number is None else (number, "")
 
 
 def layer_number(name: str) -> int | None:
     """Of the layer that a module is in: 3 for "model.layers.3.mlp.experts"; None outside of layers."""
     parts = name.split(".")
     number = next((after for part, after in itertools.pairwise(parts) if part == "layers"), "")
-    return int(number) if number.isdigit() else None
+    return number_of(number)
 
 
 def is_of_mtp(name: str) -> bool:
     """Whether a module is called as part of multi-token prediction, whose layers have numbers of their own."""
     return any(part.startswith(("mtp", "nextn")) for part in name.split("."))
+
+
+def number_of(part: str) -> int | None:
+    """The number of a layer or an expert that a part of a name is; None for any other part."""
+    return int(part) if NUMBER.fullmatch(part) else None
 
 
 def is_linear_name(name: str) -> bool:

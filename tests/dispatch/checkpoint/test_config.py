@@ -1,6 +1,7 @@
 """What quantisation configs answer for module names; the configs are written as the exporters write them."""
 
 import json
+import re
 import warnings
 
 import pytest
@@ -279,3 +280,12 @@ def test_what_would_change_the_results_is_refused(read, field):
     assert read(inner=ct(**{field: {}})).answer("model.layers.0.mlp.up_proj").quantized
     with pytest.raises(Unsupported, match=rf"unsupported {field}; got .*hadamard"):
         read(inner=ct(**{field: {"config_groups": {"u": {"type": "hadamard"}}}}))
+
+
+@pytest.mark.parametrize("pattern", ["re:[", "re:(", "re:*", "re:(?P<a>b)(?P<a>c)"])
+@pytest.mark.parametrize("where", ["targets", "ignore"])
+def test_a_pattern_that_is_none_is_named(read, pattern, where):
+    group = {"targets": ["Linear"], "weights": CT_WEIGHTS}
+    inner = ct(group | {"targets": [pattern]}) if where == "targets" else ct(group, ignore=[pattern])
+    with pytest.raises(InvalidInput, match=f"config.json: this is no pattern; got '{re.escape(pattern)}': "):
+        read(inner=inner)

@@ -350,3 +350,23 @@ def test_the_config_is_not_asked_about_every_expert(write, monkeypatch):
     checkpoint = open_checkpoint(write(separate()))
     monkeypatch.setattr(type(checkpoint.config.rules), "answer", lambda *_: pytest.fail("asked"))
     assert load_experts(checkpoint, MLP).experts == range(EXPERTS)
+
+
+@pytest.mark.parametrize("number", ["02", "²", "٢", "1000000000", "9" * 5000])
+def test_what_is_no_number_of_an_expert_is_a_name(write, number):
+    tensors = separate()
+    found = open_checkpoint(write(tensors | modelopt(f"{MLP}.{number}.up_proj", INTER, HIDDEN, 99)))
+    assert f"{MLP}.{number}.up_proj" in found.linears and sorted(found.experts[MLP]) == list(range(EXPERTS))
+    assert torch.equal(second(load_experts(found, MLP)), expected(tensors, ["down_proj"]))
+
+
+def test_a_layer_under_two_names_is_refused(write):
+    tensors = separate() | modelopt(f"{MLP}.1.w3", INTER, HIDDEN, 99)
+    with pytest.raises(InvalidInput, match=rf"{MLP}\.1 has a layer twice; got .*up_proj, w3"):
+        load_experts(open_checkpoint(write(tensors)), MLP)
+
+
+@pytest.mark.parametrize("experts", [5, [0, 1], range(0, 4), range(2, 1), range(0, 3, 2), range(-1, 2)])
+def test_what_is_no_range_of_the_experts_is_refused(write, experts):
+    with pytest.raises(InvalidInput, match=r"wrong experts; got .*; expected a part of range\(3\)"):
+        load_experts(open_checkpoint(write(separate())), MLP, experts=experts)

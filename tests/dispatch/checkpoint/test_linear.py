@@ -323,6 +323,7 @@ def test_prediction_layers_and_those_beyond_the_last_are_extra(write):
         checkpoint.is_extra(name)
         for name in ("model.layers.3.mlp.up_proj", "model.layers.4.mlp.up_proj", "mtp.layers.0.mlp.up_proj", "lm_head")
     ] == [False, True, True, False]
+    assert not checkpoint.is_extra("model.layers.².mlp.up_proj")  # a digit, but no number
 
 
 @pytest.mark.parametrize("convert", [dict, as_ct])
