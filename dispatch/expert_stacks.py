@@ -13,11 +13,13 @@ from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation as get_activation
 from ..kernels.moe.activations import constants
 from ..kernels.weights.codec import GROUP
+from ..kernels.weights.weight import GLOBAL_SCALE_DTYPES
 from .checkpoint.expert_sources import ROLES
 from .checkpoint.modules import IGNORED, MODELOPT, REQUIRED
+from .checkpoint.names import number_of
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor, same_pre_quant_scale
 from .checks import DTYPE_NAMES
-from .derived import into
+from .derived import check_loaded, into
 from .expert_buffers import GLOBALS, STACKS, ExpertBuffers
 
 __all__ = ["ExpertStacks"]
@@ -84,6 +86,7 @@ class ExpertStacks(ExpertBuffers):
         self._put("w2_pre_quant_scale", ones if w2_pre_quant_scale else None)
         self._put("expert_map", None)
         self._place_map()
+        self._given: set[str] | None = set()  # what came of weights that are not all there yet; None: they are
         self._ask_for(layout, keep_checkpoint, top_k)
 
     def load_(self, tensors: Mapping[str, Tensor]) -> Self:
@@ -103,6 +106,13 @@ class ExpertStacks(ExpertBuffers):
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise InvalidInput("; ".join(problems[:3]) + more)
         return self
+
+    def _begin(self) -> None:
+        """Derive what kernels read, at the first use of what was loaded."""
+        if not self._is_meta:
+            lacking = set(self._views()) - self._given if self._given else ()
+            check_loaded(lacking, self._get(self._global_name("w13")))
+        self.refresh_()
 
     def refresh_(self) -> Self:
         """Check the stacks and derive what kernels read again, after a change in place. Waits for the device.
@@ -137,6 +147,7 @@ class ExpertStacks(ExpertBuffers):
                     old = self._buffers[f"_{stack}_factor"]
                     self._put(f"_{stack}_factor", into(self._spare.get(stack) if old is None else old, factor))
             self._derive()
+        self._given = None
         return self
 
     def _place_map(self) -> None:
@@ -176,6 +187,7 @@ class ExpertStacks(ExpertBuffers):
                 self.refresh_()
             except InvalidInput:  # to_empty: what is to be loaded is not there yet
                 self._forget()
+                self._given = set()
         return self
 
     def _pieces(self) -> Iterator[tuple[str, str, int, slice, int]]:
@@ -236,7 +248,7 @@ class ExpertStacks(ExpertBuffers):
                 if given:
                     warnings.warn(f"{prefix}: on the meta device nothing is loaded without assign=True", stacklevel=2)
                 return
-            self.to_empty(device=next((tensor.device for tensor in given.values()), "meta"))
+            self.to_empty(device=next((t.device for t in given.values() if isinstance(t, Tensor)), "meta"))
             for stack in STACKS:
                 self._get(f"{stack}_scale").view(torch.uint8).fill_(NAN)
         vectors = set(self._vector_names())
@@ -250,11 +262,14 @@ class ExpertStacks(ExpertBuffers):
             if name not in given:
                 missing.append(name)
             else:
-                problem = _copy(place, given[name])
+                is_global = name.endswith(f".{REQUIRED[self.dialect][2]}")
+                problem = _copy(place, given[name], GLOBAL_SCALE_DTYPES if is_global else ())
                 problems += [f"{prefix}{name}: {problem}"] if problem else []
         if strict:
             missing_keys += [prefix + name for name in missing]
         error_msgs += problems
+        if self._given is not None:
+            self._given.update(given)
         if problems or missing:
             self._forget()
             return
@@ -274,10 +289,12 @@ class ExpertStacks(ExpertBuffers):
                 continue
             number, _, rest = key.removeprefix(prefix).partition(".")
             name, _, leaf = rest.partition(".")
-            known = number.isdigit() and int(number) < self.num_experts and ROLES.get(name) in own
-            if known and leaf in leaves:
-                if int(number) in self.experts:
-                    given[f"{number}.{own[ROLES[name]]}.{leaf}"] = tensor
+            expert = number_of(number)
+            known = expert is not None and expert < self.num_experts and ROLES.get(name) in own
+            own_name = f"{number}.{own[ROLES[name]]}.{leaf}" if known else ""
+            if known and leaf in leaves and own_name not in given:  # by one of its names
+                if expert in self.experts:
+                    given[own_name] = tensor
             elif not known or leaf not in IGNORED:  # scales of activations are no part of the weight
                 unknown.append(key)
         return given, unknown
@@ -285,7 +302,7 @@ class ExpertStacks(ExpertBuffers):
     def _copy_vector(self, given: Mapping[str, Tensor]) -> tuple[list[str], list[str]]:
         """Load the pre_quant_scale of x; problems, and what is missing."""
         names = self._vector_names()
-        vectors = [given[name].reshape(-1) if name in given else None for name in names]
+        vectors = [vector.reshape(-1) if isinstance(vector := given.get(name), Tensor) else None for name in names]
         if all(vector is None for vector in vectors):
             return [], ([] if self.pre_quant_scale is None else names)
         if not self.gated:
@@ -312,8 +329,12 @@ class ExpertStacks(ExpertBuffers):
         )
 
 
-def _copy(place: Tensor, given: Tensor) -> str:
-    """Copy a tensor of a state dict to its place, or say what is wrong with it."""
+def _copy(place: Tensor, given: object, dtypes: tuple[torch.dtype, ...]) -> str:
+    """Copy a tensor of a state dict to its place, or say what is wrong with it; no dtypes: any that can be cast."""
+    if not isinstance(given, Tensor):
+        return f"got {type(given).__name__}; expected a tensor"
+    if dtypes and given.dtype not in dtypes:
+        return f"got {given.dtype}; expected {' or '.join(map(str, dtypes))}"
     exact = place.dtype in (torch.uint8, torch.float8_e4m3fn)
     if place.dtype == torch.float8_e4m3fn and given.dtype == torch.uint8:
         given = given.view(torch.float8_e4m3fn)

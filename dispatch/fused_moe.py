@@ -13,7 +13,7 @@ from ..kernels.weights.codec import quantize
 from ..kernels.weights.weight import Weight, check_tensors, is_aligned
 from .checkpoint import Checkpoint, ExpertTensors, Shard, load_experts
 from .checkpoint.checkpoint import check_opened
-from .checkpoint.expert_sources import ROLES, expert_source
+from .checkpoint.expert_sources import ROLES, expert_source, part_of
 from .checkpoint.modules import MODELOPT
 from .checkpoint.names import aliases
 from .checks import DTYPE_NAMES
@@ -152,16 +152,17 @@ class FusedMoE(ExpertStacks):
         if stored is None or shard is not None:
             read = load_experts(checkpoint, name, experts=experts, shard=shard, gate_up=gate_up, device=device)
             return cls.from_experts(read, num_experts=expert_source(checkpoint, name, gate_up).count, **options)
-        expert_source(checkpoint, name, gate_up)  # refuses other uses of such tensors
+        source = expert_source(checkpoint, name, gate_up)  # refuses other uses of such tensors
+        wanted = part_of(source, experts)  # before there is memory for as many as are named
         infos = stored[min(stored)]
         by_role = {ROLES[leaf]: leaf for leaf in infos if leaf in ROLES}
         first = infos[by_role.get("up", next(iter(infos)))]
         kind = get_activation(options.get("activation", "swiglu"))
         made = cls(
-            max(1 + max(stored), checkpoint.config.model.experts),
+            source.count,
             first.k,
             first.n,
-            experts=experts,
+            experts=wanted,
             bias="bias" in first.tensors,
             names=[by_role.get(role, role) for role in (("gate", "up", "down") if kind.gated else ("up", "down"))],
             dialect=first.dialect,
@@ -253,7 +254,7 @@ class FusedMoE(ExpertStacks):
         """
         held = self._buffers  # looking them up as attributes takes a microsecond each
         if held["_w13_factor"] is None and not self._is_meta:
-            self.refresh_()
+            self._begin()
         plain = self.layout == "checkpoint"
         w13, w2 = (held["w13"], held["w2"]) if plain else (held["_w13_data"], held["_w2_data"])
         assert w13 is not None and w2 is not None, "the layout tells where weights are"
@@ -271,7 +272,7 @@ class FusedMoE(ExpertStacks):
     def packed(self) -> tuple[Weight, Weight]:
         """w13 and w2 as `nvfp4.moe` takes them; in this module's memory."""
         if self._w13_factor is None:
-            self.refresh_()
+            self._begin()
         return self._weights()
 
 

@@ -16,7 +16,7 @@ from ..kernels.weights.weight import GLOBAL_SCALE_DTYPES, Weight
 from .checkpoint.modules import CT, IGNORED, MODELOPT
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor
 from .checks import DTYPE_NAMES
-from .derived import into
+from .derived import check_loaded, into
 from .fused_moe import FusedMoE
 from .ops import gemm
 from .pack import pack
@@ -26,6 +26,7 @@ __all__ = ["FusedMoE", "Linear", "weights"]
 NAMES = {MODELOPT: ("weight", "weight_scale_2"), CT: ("weight_packed", "weight_global_scale")}
 NAN = 0x7F  # an e4m3 NaN: what no loaded layer holds
 DERIVED = ("_data", "_scale", "_factor")
+NOTHING = torch.empty(0)  # in the place of what a state dict does not have
 
 
 class Linear(nn.Module):
@@ -148,7 +149,7 @@ class Linear(nn.Module):
             weight, scale = self._stored()
             if weight.is_meta:
                 return gemm(x, weight, scale, self._global.float(), bias=self.bias)
-            self.refresh_()
+            self._begin()
             assert self._data is not None
         return gemm(
             x,
@@ -216,7 +217,7 @@ class Linear(nn.Module):
     def packed(self) -> Weight:
         """What `nvfp4.gemm` and `nvfp4.warmup` take; in this module's memory."""
         if self._data is None:
-            self.refresh_()
+            self._begin()
         assert self._data is not None and self._factor is not None
         return Weight(
             data=self._data,
@@ -226,6 +227,16 @@ class Linear(nn.Module):
             out_features=self.out_features,
             in_features=self.in_features,
         )
+
+    def _begin(self) -> None:
+        """Derive what kernels read, at the first use of what was loaded."""
+        if not self._global.is_meta:
+            check_loaded(set(self._required) - self._given if self._given else (), self._global)
+        self.refresh_()
+
+    @property
+    def _required(self) -> tuple[str, str, str]:
+        return self._weight_name, "weight_scale", self._global_name
 
     def _stored(self) -> tuple[Tensor, Tensor]:
         """Weight and block scales as the checkpoint has them."""
@@ -281,8 +292,7 @@ class Linear(nn.Module):
 
     def _reuse(self, before: Mapping[str, Tensor | None]) -> None:
         """Put what is derived into the memory that held it before, where it fits and is not a stored tensor's own."""
-        names = (self._weight_name, "weight_scale", self._global_name)
-        stored = {tensor.data_ptr() for name in names if (tensor := self._buffers[name]) is not None}
+        stored = {tensor.data_ptr() for name in self._required if (tensor := self._buffers[name]) is not None}
         for name, old in before.items():
             new = self._buffers[name]
             if new is not None and new.data_ptr() not in stored:
@@ -304,11 +314,11 @@ class Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        wrong = self._wrong_dtypes(state_dict, prefix)
+        wrong = self._wrong_types(state_dict, prefix)
         if wrong:  # copying would cast them
             error_msgs += wrong
             return
-        required = (self._weight_name, "weight_scale", self._global_name)
+        required = self._required
         here = {name for name in (*required, "bias", "pre_quant_scale") if f"{prefix}{name}" in state_dict}
         if here:
             self._store()
@@ -348,19 +358,22 @@ class Linear(nn.Module):
             except InvalidInput as error:
                 error_msgs.append(f"{prefix.removesuffix('.')}: {error}" if prefix else str(error))
 
-    def _wrong_dtypes(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
-        """What to say about tensors whose bits mean something else than this layer's."""
+    def _wrong_types(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
+        """What to say about what is no tensor, and about tensors whose bits mean something else than this layer's."""
         allowed: dict[str, tuple[torch.dtype, ...]] = {
             self._weight_name: (torch.uint8,),
             "weight_scale": (torch.float8_e4m3fn, torch.uint8),
             self._global_name: GLOBAL_SCALE_DTYPES,
         }
-        found = {name: state_dict.get(f"{prefix}{name}") for name in allowed}
-        return [
-            message(f"wrong dtype of {prefix}{name}", got=tensor.dtype, expected=" or ".join(map(str, allowed[name])))
-            for name, tensor in found.items()
-            if isinstance(tensor, Tensor) and tensor.dtype not in allowed[name]
-        ]
+        problems = []
+        for name in (*allowed, "bias", "pre_quant_scale"):
+            given = state_dict.get(f"{prefix}{name}", NOTHING)
+            if not isinstance(given, Tensor):
+                problems.append(message(f"{prefix}{name} is no tensor", got=type(given).__name__, expected="a tensor"))
+            elif given is not NOTHING and given.dtype not in allowed.get(name, (given.dtype,)):
+                expected = " or ".join(map(str, allowed[name]))
+                problems.append(message(f"wrong dtype of {prefix}{name}", got=given.dtype, expected=expected))
+        return problems
 
     def extra_repr(self) -> str:
         """For print(model)."""

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import re
 
 import nvfp4
 import pytest
@@ -158,8 +159,9 @@ def test_router_weights_may_be_applied_on_the_input(call):
     assert_right(made(*one), expected(one, found, apply_router_weight_on_input=True))
 
 
-def checkpoint(tmp_path, found):
-    return open_checkpoint(write_checkpoint(tmp_path / "c", {f"{NAME}.{name}": t for name, t in found.items()}))
+def checkpoint(tmp_path, found, **options):
+    stored = {f"{NAME}.{name}": t for name, t in found.items()}
+    return open_checkpoint(write_checkpoint(tmp_path / "c", stored, **options))
 
 
 def test_what_load_experts_read_is_taken_over(call, tmp_path):
@@ -199,7 +201,7 @@ def test_shards_of_the_inner_size_add_up(call, tmp_path):
 def test_what_a_checkpoint_lacks_is_named(tmp_path):
     found = tensors()
     del found["2.up_proj.weight"], found["2.up_proj.weight_scale"], found["2.up_proj.weight_scale_2"]
-    with pytest.raises(InvalidInput, match=rf"experts {NAME}: 2\.up_proj\.weight is missing"):
+    with pytest.raises(InvalidInput, match=rf"{NAME}\.2 is incomplete; got no up"):
         nvfp4.nn.FusedMoE.from_checkpoint(checkpoint(tmp_path, found), NAME)
 
 
@@ -231,7 +233,7 @@ def test_dense_experts_are_quantised_with_gate_and_up_apart(call, dialect):
 
 def test_before_weights_are_loaded_it_refuses(call):
     made = nvfp4.nn.FusedMoE(EXPERTS, HIDDEN, INTER)
-    with pytest.raises(InvalidInput, match="w13_scale holds 1024 NaN"):
+    with pytest.raises(InvalidInput, match="the layer holds no weight"):
         made(*call)
     assert "not loaded" in repr(made)
 
@@ -355,7 +357,7 @@ def test_on_the_meta_device_it_has_shapes_only(call):
     assert made.w13.is_meta
     incomplete = copy.deepcopy(made)
     assert incomplete.load_state_dict({"0.up_proj.weight": found["0.up_proj.weight"]}, strict=False, assign=True)
-    with pytest.raises(InvalidInput, match="NaN"):
+    with pytest.raises(InvalidInput, match="the layer holds a part of a weight"):
         incomplete(*call)
     made.load_state_dict(found, assign=True)
     assert torch.equal(made(*call), y)
@@ -395,3 +397,38 @@ def test_warmup_takes_its_problem():
 def test_what_no_layer_can_be_is_refused(sizes, options, words):
     with pytest.raises(InvalidInput, match=words):
         nvfp4.nn.FusedMoE(*sizes, **options)
+
+
+@pytest.mark.parametrize("lacks", ["weight", "weight_scale", "weight_scale_2"])
+def test_a_part_of_the_weights_is_not_run(call, lacks):
+    found = tensors()
+    rest = found.pop(f"1.up_proj.{lacks}")
+    made = nvfp4.nn.FusedMoE(EXPERTS, HIDDEN, INTER)
+    made.load_state_dict(found, strict=False)
+    with pytest.raises(InvalidInput, match=rf"the layer holds a part of a weight; got no 1\.up_proj\.{lacks};"):
+        made(*call)
+    made.load_state_dict({f"1.up_proj.{lacks}": rest}, strict=False)
+    assert torch.equal(made(*call), made_of(tensors())(*call))
+
+
+@pytest.mark.parametrize(
+    "key", ["².up_proj.weight", "٢.up_proj.weight", "02.up_proj.weight", "9" * 5000, "1.w3.weight"]
+)
+def test_a_second_name_of_an_expert_is_unexpected(key):
+    found = tensors()
+    with pytest.raises(RuntimeError, match="Unexpected key"):
+        made_of(found | {key: found["1.up_proj.weight"]})
+
+
+@pytest.mark.parametrize("name", ["1.up_proj.weight", "1.up_proj.weight_scale_2"])
+@pytest.mark.parametrize("value", [None, [1.0], torch.ones((), dtype=torch.float16)])
+def test_what_is_no_tensor_of_such_a_kind_is_named(name, value):
+    got = re.escape(str(value.dtype) if isinstance(value, torch.Tensor) else type(value).__name__)
+    with pytest.raises(RuntimeError, match=rf"{re.escape(name)}: got {got}"):
+        made_of(tensors() | {name: value})
+
+
+def test_experts_that_a_config_only_counts_need_no_memory(tmp_path):
+    found = checkpoint(tmp_path, tensors(), config={"num_experts": 2**40})
+    with pytest.raises(InvalidInput, match=rf"{NAME}\.{EXPERTS} is incomplete; got nothing of it"):
+        nvfp4.nn.FusedMoE.from_checkpoint(found, NAME)

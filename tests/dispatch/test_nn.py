@@ -77,7 +77,7 @@ def test_nothing_is_stored_twice_in_the_layout_of_the_checkpoint():
 
 def test_before_a_weight_is_loaded_it_refuses(x):
     made = nvfp4.nn.Linear(K, N)
-    with pytest.raises(InvalidInput, match="weight_scale holds 192 NaN"):
+    with pytest.raises(InvalidInput, match="the layer holds no weight"):
         made(x)
     assert "not loaded" in repr(made)
 
@@ -245,7 +245,7 @@ def test_emptied_it_holds_no_weight(x):
     made.to_empty(device="cpu")
     made.weight_scale_2.fill_(float("nan"))
     made._forget()
-    with pytest.raises(InvalidInput, match="weight_scale"):
+    with pytest.raises(InvalidInput, match="the layer holds no weight"):
         made(x)
 
 
@@ -289,3 +289,24 @@ def test_a_model_gives_its_weights_for_warmup():
     found = nvfp4.nn.weights(model)
     assert [(one.out_features, one.in_features) for one in found] == [(N, K)] * 2
     assert nvfp4.warmup(found) == 1
+
+
+@pytest.mark.parametrize("lacks", ["weight", "weight_scale", "weight_scale_2"])
+def test_a_part_of_a_weight_is_not_run(x, lacks):
+    found = tensors()
+    made = nvfp4.nn.Linear(K, N, False)
+    made.load_state_dict({name: tensor for name, tensor in found.items() if name != lacks}, strict=False)
+    with pytest.raises(InvalidInput, match=f"the layer holds a part of a weight; got no {lacks};"):
+        made(x)
+    made.load_state_dict({lacks: found[lacks]}, strict=False)
+    assert torch.equal(made(x), linear(found)(x))
+
+
+@pytest.mark.parametrize("name", ["weight", "weight_scale", "weight_scale_2", "pre_quant_scale"])
+@pytest.mark.parametrize("value", [None, [1.0]])
+def test_what_is_no_tensor_is_named(x, name, value):
+    found = tensors()
+    made = linear(found)
+    with pytest.raises(RuntimeError, match=f"{name} is no tensor; got {type(value).__name__}"):
+        made.load_state_dict(found | {name: value})
+    assert torch.equal(made(x), linear(found)(x))
