@@ -58,10 +58,14 @@ def gemm(
     out: Tensor | None = None,
 ) -> Tensor:
     """`nvfp4.gemm` on tensors; the implementation of the ops on every device."""
-    shape = x.shape
+    try:
+        shape, address = x.shape, weight.data_ptr()
+    except AttributeError:
+        check_tensors(x=x, weight=weight)  # torch passes None on
+        raise
     rows, m = (x, shape[0]) if len(shape) == 2 else _flatten(x)
     scale = NO_SCALE if weight_scale is None else weight_scale
-    for is_like, its_layout, its_out_features, dtype, look, call in recent.get(weight.data_ptr(), ()):
+    for is_like, its_layout, its_out_features, dtype, look, call in recent.get(address, ()):
         # The guard compares every tensor's type, dtype, device, shape and strides with those of a call that passed all
         # checks, and sees that x needs no gradient. What it does not read: the number of rows, the addresses (that of
         # the weight is aligned, and no freed one's, for only such are found), layout, out_features and out.

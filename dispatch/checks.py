@@ -184,11 +184,11 @@ def check_blob(
     return out_features
 
 
-def check_device(x: Tensor, **tensors: Tensor | None) -> None:
-    """Whether all are on x's device."""
+def check_device(x: Tensor, called: str = "x", /, **tensors: Tensor | None) -> None:
+    """Whether all are on the device of x, which messages call `called`."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.device != x.device:
-            raise InvalidInput(message(f"{name} is not where x is", got=tensor.device, expected=x.device))
+            raise InvalidInput(message(f"{name} is not where {called} is", got=tensor.device, expected=x.device))
 
 
 def have_memory(*tensors: Tensor | None) -> bool:

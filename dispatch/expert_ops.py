@@ -32,6 +32,7 @@ LIBRARY.define(
 
 
 def _grouped_fake(x: Tensor, *args: Any, **options: Any) -> Tensor:
+    check_tensors(x=x)
     _refuse_grad(x)
     n, _, _ = check_grouped(x, *args, **options)
     return x.new_empty((x.shape[0], n))
@@ -45,6 +46,7 @@ def _moe_fake(
     beta: float | None = None,
     **options: Any,
 ) -> Tensor:
+    check_tensors(x=x)
     _refuse_grad(x)
     check_moe(x, *args, **options)
     constants(options.get("activation", "swiglu"), limit=limit, alpha=alpha, beta=beta)

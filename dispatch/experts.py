@@ -48,6 +48,7 @@ def grouped_gemm(
     out_features: int | None = None,
 ) -> Tensor:
     """`nvfp4.grouped_gemm` on tensors; the implementation of the op on every device."""
+    check_tensors(x=x)
     _refuse_grad(x)
     large = {"weight": weight, "weight_scale": weight_scale}
     small = {"weight_scale_2": weight_scale_2, "expert_offsets": expert_offsets}
@@ -94,7 +95,12 @@ def moe(
 ) -> Tensor:
     """`nvfp4.moe` on tensors; the implementation of the op on every device."""
     options = (activation, inter, apply_router_weight_on_input, limit, alpha, beta, w13_layout, w2_layout)
-    for is_like, its_options, look, dtype, empty, call in recent.get(w13.data_ptr(), ()):
+    try:
+        address = w13.data_ptr()
+    except AttributeError:
+        check_tensors(w13=w13)  # torch passes None on
+        raise
+    for is_like, its_options, look, dtype, empty, call in recent.get(address, ()):
         # The guard compares every tensor's type, dtype, device, shape and strides with those of a call that passed all
         # checks, and sees that x needs no gradient. It does not read numbers of tokens, addresses (that of w13 is
         # aligned, and no freed one's, for only such are found) and what is no tensor.
@@ -180,8 +186,8 @@ def _moe(
 ) -> Tensor:
     """A call that is like none before it at this address of w13."""
     activation, inter, apply_router_weight_on_input, limit, alpha, beta, w13_layout, w2_layout = options
+    check_tensors(x=x, topk_ids=topk_ids, topk_weights=topk_weights)
     _refuse_grad(x)
-    check_tensors(topk_ids=topk_ids, topk_weights=topk_weights)
     large = {"w13": w13, "w13_scale": w13_scale, "w2": w2, "w2_scale": w2_scale}
     small = {"w13_scale_2": w13_scale_2, "w2_scale_2": w2_scale_2, **vectors}
     key = ("moe", *_key(x, large, small), topk_ids.shape[-1:], *options)

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import InvalidInput, message
 from ..kernels.weights import codec
 from ..kernels.weights.layouts import layout as get_layout
-from ..kernels.weights.weight import Weight, normalize_global_scale, validate
+from ..kernels.weights.weight import Weight, check_tensors, normalize_global_scale, validate
 from . import call
 from .checks import check_blob, check_device, check_inner, refuse_grad
 
@@ -52,6 +52,7 @@ def _gemm_fake(
     layout: str = "checkpoint",
     out_features: int | None = None,
 ) -> Tensor:
+    check_tensors(x=x, weight=weight, weight_scale_2=weight_scale_2)
     if x.requires_grad and torch.is_grad_enabled():
         refuse_grad()
     # A real tensor beside one on the meta device comes here too, and would get a result that nobody wrote.
@@ -123,6 +124,8 @@ def _dequantize_fake(
     out_features: int | None = None,
     in_features: int | None = None,
 ) -> Tensor:
+    check_tensors(weight=weight, weight_scale_2=weight_scale_2)
+    check_device(weight, "weight", weight_scale=weight_scale, weight_scale_2=weight_scale_2)
     n = weight.shape[0] if out_features is None else out_features
     k = 2 * weight.shape[1] if in_features is None else in_features
     return weight.new_empty((n, k), dtype=dtype)

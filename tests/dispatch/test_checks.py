@@ -125,12 +125,26 @@ def test_a_weight_s_own_layout_is_used(exact, case):
     assert packed.layout == "checkpoint"
 
 
+@pytest.mark.parametrize("name", ["x", "weight", "weight_scale_2"])
 @pytest.mark.parametrize("warm", [False, True])
-def test_a_forgotten_global_scale_is_named(warm):
+def test_a_forgotten_tensor_is_named(warm, name):
     """Whether or not the weight was seen before, for then its checks are a comparison with what passed."""
     weight, scale, gs = nvfp4.quantize(torch.randn(8, 32))
-    x = torch.randn(2, 32).bfloat16()
+    given = {"x": torch.randn(2, 32).bfloat16(), "weight": weight, "weight_scale": scale, "weight_scale_2": gs}
     if warm:
-        torch.ops.nvfp4.gemm(x, weight, scale, gs)
-    with pytest.raises(nvfp4.InvalidInput, match="weight_scale_2 is missing; got None; expected a tensor"):
-        torch.ops.nvfp4.gemm(x, weight, scale, None)
+        torch.ops.nvfp4.gemm(*given.values())
+    given[name] = None
+    for device in ("cpu", "meta"):
+        with pytest.raises(nvfp4.InvalidInput, match=f"{name} is missing; got None; expected a tensor"):
+            torch.ops.nvfp4.gemm(*(None if tensor is None else tensor.to(device) for tensor in given.values()))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", ["weight_scale", "weight_scale_2"])
+def test_dequantize_takes_tensors_of_one_device(case, device, name):
+    c = case()
+    other = "meta" if device == "cpu" else "cpu"
+    given = {"weight": c.weight, "weight_scale": c.scale, "weight_scale_2": c.gs}
+    given = {key: tensor.to(other if key == name else device) for key, tensor in given.items()}
+    with pytest.raises(nvfp4.InvalidInput, match=f"{name} is not where weight is; got {other}; expected {device}"):
+        torch.ops.nvfp4.dequantize(*given.values(), torch.float32)

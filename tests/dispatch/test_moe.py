@@ -354,3 +354,16 @@ def test_gradients_are_refused():
         run(replace(case, x=x))
     with torch.no_grad():
         assert run(replace(case, x=x)).shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["x", "w13", "w13_scale_2", "w2", "w2_scale_2", "topk_ids", "topk_weights"])
+@pytest.mark.parametrize("warm", [False, True])
+def test_a_forgotten_tensor_is_named(warm, name):
+    case = moe_case()
+    names = ("x", "w13", "w13_scale", "w13_scale_2", "w2", "w2_scale", "w2_scale_2", "topk_ids", "topk_weights")
+    given = dict(zip(names, (case.x, *case.weights, case.ids, case.router), strict=True))
+    if warm:
+        torch.ops.nvfp4.moe(*given.values())
+    given[name] = None
+    with pytest.raises(nvfp4.InvalidInput, match=f"{name} is missing; got None; expected a tensor"):
+        torch.ops.nvfp4.moe(*given.values())
