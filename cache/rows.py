@@ -9,12 +9,24 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ..errors import DatabaseError, message
+from ..errors import DatabaseError, InvalidInput, message
 from ..kernels.problem import Device, Problem
-from .records import Environment, Interval, LayoutPlan, Measurement, Plan
+from .records import (
+    PROTOCOLS,
+    RECORDED,
+    ROUTINGS,
+    STATUSES,
+    Environment,
+    Interval,
+    LayoutPlan,
+    Measurement,
+    Plan,
+)
+from .routings import is_routing
 
 __all__ = [
     "Names",
+    "check_measurement",
     "delete_plan",
     "insert_measurement",
     "insert_plan",
@@ -108,6 +120,27 @@ def _device_values(device: Device) -> tuple[Any, ...]:
     return (device.kind, device.name, *device.capability, *plain, features)
 
 
+def check_measurement(measurement: Measurement) -> None:
+    """Raise InvalidInput for what no row may hold: the tables refuse most of it, but files are edited by hand too."""
+    if measurement.status not in STATUSES:
+        raise InvalidInput(
+            message("a measurement with an unknown status", got=measurement.status, expected=", ".join(STATUSES))
+        )
+    if measurement.protocol not in PROTOCOLS:
+        raise InvalidInput(
+            message("a measurement with an unknown protocol", got=measurement.protocol, expected=", ".join(PROTOCOLS))
+        )
+    if not is_routing(measurement.routing):
+        expected = f"{', '.join(ROUTINGS)}, or {RECORDED} and 12 hex digits"
+        raise InvalidInput(message("a measurement with an unknown routing", got=measurement.routing, expected=expected))
+    if measurement.status == "ok" and not (measurement.p50_us is not None and 0 < measurement.p50_us < float("inf")):
+        raise InvalidInput(
+            message('a measurement with status "ok" needs its median', got=measurement.p50_us, expected="p50_us > 0")
+        )
+    if measurement.m < 1:
+        raise InvalidInput(message("a measurement of no tokens", got=f"m={measurement.m}", expected="m >= 1"))
+
+
 def insert_measurement(connection: sqlite3.Connection, names: Names, measurement: Measurement) -> bool:
     """Add one row unless its uuid is there; whether it was added."""
     # Not INSERT OR IGNORE: that would also skip, without a word, rows which break a CHECK.
@@ -164,7 +197,12 @@ def _measurement(row: Sequence[Any]) -> Measurement:
     problem = {name: next(at) for name in _PROBLEM}
     rest = {name: next(at) for name in (*_CANDIDATE, *_COLUMNS, "when")}
     record = {"device": device, "environment": environment, "problem": problem, **rest}
-    return _convert(record, Measurement, "a measurement")
+    measurement: Measurement = _convert(record, Measurement, "a measurement")
+    try:
+        check_measurement(measurement)
+    except InvalidInput as error:
+        raise _invalid("a measurement", error) from error
+    return measurement
 
 
 def _device_record(values: Sequence[Any]) -> dict[str, Any]:

@@ -11,12 +11,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..errors import DatabaseError, InvalidInput, message
+from ..errors import DatabaseError
 from ..kernels.problem import Device, Problem
 from . import rows
 from .files import connect_reader, connect_writer, default_path, explain, failure, set_aside, settle
-from .records import PROTOCOLS, RECORDED, ROUTINGS, STATUSES, Measurement, Plan
-from .routings import is_routing
+from .records import Measurement, Plan
 from .schema import migrate
 
 if TYPE_CHECKING:
@@ -115,7 +114,7 @@ class Store:
         added = 0
         with self._transaction():
             for measurement in measurements:
-                _check(measurement)
+                rows.check_measurement(measurement)
                 added += rows.insert_measurement(self._connection, self._names, measurement)
         return added
 
@@ -219,26 +218,6 @@ class Store:
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
                 raise
-
-
-def _check(measurement: Measurement) -> None:
-    if measurement.status not in STATUSES:
-        raise InvalidInput(
-            message("a measurement with an unknown status", got=measurement.status, expected=", ".join(STATUSES))
-        )
-    if measurement.protocol not in PROTOCOLS:
-        raise InvalidInput(
-            message("a measurement with an unknown protocol", got=measurement.protocol, expected=", ".join(PROTOCOLS))
-        )
-    if not is_routing(measurement.routing):
-        expected = f"{', '.join(ROUTINGS)}, or {RECORDED} and 12 hex digits"
-        raise InvalidInput(message("a measurement with an unknown routing", got=measurement.routing, expected=expected))
-    if measurement.status == "ok" and not (measurement.p50_us is not None and 0 < measurement.p50_us < float("inf")):
-        raise InvalidInput(
-            message('a measurement with status "ok" needs its median', got=measurement.p50_us, expected="p50_us > 0")
-        )
-    if measurement.m < 1:
-        raise InvalidInput(message("a measurement of no tokens", got=f"m={measurement.m}", expected="m >= 1"))
 
 
 def open_or_set_aside(path: Path | None = None, *, wait_s: float = 0.0) -> tuple[Store, Path | None]:

@@ -135,6 +135,31 @@ def test_a_plan_that_was_damaged_by_hand_is_refused(db, sql, fake, damage, words
     assert caught.value.reason == "corrupt"
 
 
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        ("p50_us = 0", "p50_us > 0"),
+        ("p50_us = -1", "p50_us > 0"),
+        ("p50_us = 9e999", "p50_us > 0"),
+        ("p50_us = NULL", "p50_us > 0"),
+        ("m = 0", "m >= 1"),
+        ("status = 'fine'", "unknown status"),
+        ("protocol = 'fine'", "unknown protocol"),
+        ("routing = 'fine'", "unknown routing"),
+    ],
+)
+def test_a_measurement_that_was_damaged_by_hand_is_refused(db, sql, fake, damage, words):
+    with Store.open(db) as store:
+        store.add([fake.measurement("a", 1, 1.0)])
+    (trigger,) = sql("SELECT name FROM sqlite_master WHERE type = 'trigger'")[0]
+    sql("PRAGMA ignore_check_constraints = ON", f"DROP TRIGGER {trigger}", f"UPDATE measurement SET {damage}")
+    with Store.open(db, readonly=True) as store:
+        for read in (lambda: store.measurements(fake.device, fake.problem), lambda: list(store.all_measurements())):
+            with pytest.raises(DatabaseError, match=f"a measurement that is not valid.*{words}") as caught:
+                read()
+            assert caught.value.reason == "corrupt"
+
+
 def test_a_read_only_store_refuses_to_write(db, fake):
     Store.open(db).close()
     with Store.open(db, readonly=True) as store, pytest.raises(DatabaseError, match="opened for reading"):
