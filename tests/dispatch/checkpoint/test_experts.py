@@ -141,6 +141,8 @@ def test_3d_experts_are_the_same_experts(write, interleaved, transposed):
     bias = files[f"{MLP}.gate_up_proj_bias"]
     halves = torch.cat((bias[:, 0::2], bias[:, 1::2]), 1) if interleaved else bias
     assert torch.equal(got.w13_bias, halves) and torch.equal(got.w2_bias, files[f"{MLP}.down_proj_bias"])
+    with pytest.raises(InvalidInput, match=r'wrong gate_up; got \'pairs\'; expected "halves" or "interleaved"'):
+        load_experts(checkpoint, MLP, gate_up="pairs")
     other = load_experts(checkpoint, MLP, gate_up="halves" if interleaved else "interleaved")
     assert not torch.equal(first(other), first(got))
     one = load_experts(checkpoint, MLP, experts=range(1, 2), shard=Shard(rank=1, size=2, how="row"))

@@ -179,8 +179,10 @@ def test_rows_of_a_layer_that_is_stored_fused_must_be_told_apart(write):
     checkpoint = open_checkpoint(write(modelopt(name, 128, 32)))
     with pytest.raises(InvalidInput, match=r"qkv_proj is stored fused.*rows of .*q_proj.*pass parts="):
         load_linear(checkpoint, name, shard=Shard(rank=0, size=2, how="column"))
-    with pytest.raises(InvalidInput, match=r"wrong parts; got \(64, 32\); expected 128 rows"):
+    with pytest.raises(InvalidInput, match=r"wrong parts; got \(64, 32\); expected 128 rows$"):
         load_linear(checkpoint, name, parts=(64, 32))
+    for alone in (Shard(rank=0, size=1, how="column"), Shard(rank=1, size=2, how="row")):
+        assert load_linear(checkpoint, name, shard=alone).weight.shape[0] == 128
 
 
 def test_the_halves_of_a_stored_gate_up_are_divided_separately(write):
@@ -437,8 +439,12 @@ def test_layers_that_are_fused_must_share_what_is_applied_to_x(write):
 
 def test_a_bias_of_some_parts_is_zero_for_the_others(write, qkv):
     tensors = qkv | {f"{ATTN}.k_proj.bias": torch.arange(32.0)}
-    got = load_linear(open_checkpoint(write(tensors)), [f"{ATTN}.{part}_proj" for part in "qkv"])
+    names = [f"{ATTN}.{part}_proj" for part in "qkv"]
+    got = load_linear(open_checkpoint(write(tensors)), names)
     assert torch.equal(got.bias, torch.cat([torch.zeros(64), torch.arange(32.0), torch.zeros(32)]))
+    tensors[f"{ATTN}.v_proj.bias"] = torch.zeros(32).bfloat16()
+    with pytest.raises(InvalidInput, match=r"biases of different dtypes; got BF16, F32"):
+        load_linear(open_checkpoint(write(tensors, folder="two")), names)
 
 
 def test_layers_of_another_x_are_not_fused(write):
