@@ -159,6 +159,22 @@ def test_mixed_precision_is_an_answer_per_layer(read):
         config.answer("model.language_model.layers.1.mlp.gate_up_proj")
 
 
+def test_entries_may_lack_what_their_algorithm_implies(read):
+    layers = {
+        "a.q_proj": {"quant_algo": "NVFP4", "group_size": 16},
+        "a.k_proj": {"quant_algo": "w4a16_nvfp4"},
+        "a.v_proj": {"quant_algo": "NVFP4_AWQ", "group_size": 128},
+        "a.o_proj": {"quant_algo": "FP8"},
+        "b.q_proj": {"quant_algo": None},
+        "b.k_proj": {"quant_algo": "none"},
+        "b.v_proj": {},
+    }
+    config = read(hf={"quant_algo": "MIXED_PRECISION", "quantized_layers": layers})
+    assert (config.answer("a.qkv_proj").algo, config.answer("a.qkv_proj").group_size) == ("NVFP4", 16)
+    assert (config.answer("a.o_proj").algo, config.answer("a.o_proj").group_size) == ("FP8", 0)
+    assert config.answer("b.qkv_proj").algo == "" and "has no quant_algo" in config.answer("b.k_proj").reason
+
+
 def test_mixed_precision_without_layers_is_refused(read):
     with pytest.raises(InvalidInput, match="MIXED_PRECISION; got no quantized_layers"):
         read(hf={"quant_algo": "MIXED_PRECISION"})

@@ -151,6 +151,24 @@ def test_a_scale_per_part_is_never_cut(write):
         assert torch.equal(value(got), expected[rows])
 
 
+@pytest.mark.parametrize("leaf", ["up_proj", "gate_up_proj"])
+def test_a_scale_per_row_goes_with_its_row(write, leaf):
+    name = f"{MLP}.{leaf}"
+    tensors = modelopt(name, 64, 32)
+    tensors[f"{name}.weight_scale_2"] = torch.rand(64) + 0.1
+    checkpoint = open_checkpoint(write(tensors))
+    whole = dense(tensors, name)
+    assert torch.equal(value(load_linear(checkpoint, name)), whole)
+    halves = [[*range(32)], [*range(32, 64)]]
+    if leaf == "gate_up_proj":
+        halves = [[*range(16), *range(32, 48)], [*range(16, 32), *range(48, 64)]]
+    for rank in range(2):
+        rows = load_linear(checkpoint, name, shard=Shard(rank=rank, size=2, how="column"))
+        assert torch.equal(value(rows), whole[halves[rank]])
+        columns = load_linear(checkpoint, name, shard=Shard(rank=rank, size=2, how="row"))
+        assert torch.equal(value(columns), whole[:, 16 * rank : 16 * rank + 16])
+
+
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (1, 3)])
 def test_a_scale_per_part_needs_as_many_parts(write, shape):
     name = f"{ATTN}.qkv_proj"
