@@ -136,8 +136,9 @@ def test_arguments_are_only_read_and_may_begin_anywhere():
     plain = pack("fragment1-bf16-glu", (weight, scale, factor))
     store = torch.zeros(weight.numel() + 3, dtype=torch.uint8)[3:].view(weight.shape).copy_(weight)
     scales = torch.zeros(scale.numel() + 5, dtype=torch.uint8)[5:].view(scale.shape).copy_(scale)
-    packed = pack("fragment1-bf16-glu", (store, scales, factor))
+    packed = pack("fragment1-bf16-glu", (store, scales, torch.cat([factor, factor], 1)[:, :1]))
     assert torch.equal(packed.data, plain.data)
+    assert torch.equal(packed.global_scale, factor) and packed.global_scale.is_contiguous()
     assert torch.equal(store, weight) and torch.equal(scales, scale)
 
 
@@ -190,6 +191,18 @@ def test_what_experts_cannot_be(layout_id):
         ((torch.randn(3, 79, 64).bfloat16(), scale, factor), {}, "wrong dtype of weight; got torch.bfloat16.*ignore"),
         ((weight[:, :, :17].contiguous(), scale, factor), {}, "K must be a multiple of 16"),
         ((weight[:, :, ::2], scale, factor), {}, "weight is not contiguous"),
+        ((weight.transpose(0, 1), scale, factor), {}, "weight is not contiguous"),
+        ((weight[0], scale, factor), {}, "wrong shape of the experts' weight; got \\(79, 32\\)"),
+        ((weight[:0], scale[:0], factor[:0]), {}, "wrong shape of the experts' weight; got \\(0, 79, 32\\)"),
+        ((weight, scale, factor.int()), {}, "wrong weight_scale_2 of experts; got torch.int32"),
+        # as many bytes, but for other rows
+        ((weight, scale.view(-1, 4), factor), {}, "does not fit the experts' weight; got shape \\(237, 4\\)"),
+        ((weight, scale.view(79, 3, 4), factor), {}, "does not fit the experts' weight; got shape \\(79, 3, 4\\)"),
+        ((weight, torch.cat([scale, scale], 2), factor), {}, "does not fit the experts' weight; got shape .*8"),
+        ((weight, torch.cat([scale, scale], 2)[:, :, :4], factor), {}, "strides \\(632, 8, 1\\); expected contiguous"),
+        ((weight, scale.float(), factor), {}, "wrong dtype of weight_scale; got torch.float32"),
+        ((weight, scale.to("meta"), factor), {}, "different devices; got cpu, meta, cpu"),
+        ((weight, scale, factor), {"scale_layout": "8x4"}, "unknown scale_layout; got '8x4'"),
         ((weight, scale.view(-1)[:-1], factor), {"scale_layout": "swizzled"}, "swizzled scales have the wrong size"),
         ((weight, scale, factor), {"scale_layout": "swizzled"}, r"wrong size; got 316.*128 \* 4 for 79 rows"),
         (([weight], scale, factor), {}, r"weight is no tensor; got list \["),

@@ -169,16 +169,18 @@ class TestLayouts:
 
     @pytest.mark.parametrize("offset", [1, 3, 8, 16])
     def test_views_at_odd_offsets_become_aligned(self, tensors, offset):
-        weight, scale, gs = tensors
+        weight, scale, _ = tensors
 
         def view(tensor):
             buffer = torch.zeros(offset + tensor.nbytes, dtype=torch.uint8)
             buffer[offset:] = tensor.view(torch.uint8).flatten()
             return buffer[offset:].view(tensor.shape)
 
-        packed = to_layout(view(weight), view(scale), gs)
-        for got, right in zip((packed.data, packed.scale), (weight, scale.view(torch.uint8)), strict=True):
-            assert is_aligned(got)
+        rows = torch.cat([torch.zeros(1), torch.rand(N) + 0.1])[1:]  # 4 bytes off
+        packed = to_layout(view(weight), view(scale), rows)
+        tensors = (packed.data, packed.scale, packed.global_scale)
+        for got, right in zip(tensors, (weight, scale.view(torch.uint8), rows), strict=True):
+            assert got.data_ptr() % 16 == 0 and is_aligned(got)
             assert torch.equal(got, right)
 
     @pytest.mark.parametrize(("n", "groups"), [(1, 1), (100, 6), (129, 5)])
