@@ -210,6 +210,26 @@ def test_when_both_files_differ_a_warning_names_the_one_that_counts(read):
     assert algos(config, "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj") == ["NVFP4", ""]
 
 
+def test_the_file_with_an_answer_per_layer_counts_in_either_place(read):
+    layers = {"model.layers.0.mlp.up_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    other = {"model.layers.0.mlp.down_proj": {"quant_algo": "NVFP4", "group_size": 16}}
+    names = ("model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj")
+    for inner in ({"quant_algo": "NVFP4"}, {"quant_algo": "MIXED_PRECISION", "quantized_layers": other}):
+        with pytest.warns(UserWarning, match=r"differ about what is quantised; hf_quant_config\.json counts"):
+            config = read(hf=mixed, inner={"quant_method": "modelopt"} | inner)
+        assert config.source == "hf_quant_config.json" and algos(config, *names) == ["NVFP4", ""]
+
+
+def test_the_part_of_hf_quant_config_may_be_in_config_json(read):
+    config = read(
+        inner={"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "ignore": ["lm_head"]}}
+    )
+    assert algos(config, "model.layers.0.mlp.up_proj", "lm_head") == ["NVFP4", ""]
+    with pytest.raises(Unsupported, match="unsupported quant_method; got 'gptq'"):
+        read(inner={"quant_method": "gptq", "quantization": {"quant_algo": "NVFP4"}})
+
+
 def test_two_files_that_say_the_same_are_no_warning(read):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

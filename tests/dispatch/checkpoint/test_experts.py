@@ -177,6 +177,57 @@ def test_3d_experts_that_do_not_fit_are_named(write, leaf, tensor, words):
         load_experts(open_checkpoint(write(files)), MLP)
 
 
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("shape", [(), (EXPERTS,), (EXPERTS, 1), (EXPERTS, 2)])
+def test_3d_experts_may_have_global_scales_of_their_own(write, shape, interleaved):
+    files = stacked(separate(), interleaved=interleaved)
+    factors = torch.rand(shape) + 0.5
+    files[f"{MLP}.gate_up_proj_weight_scale_2"] = factors
+    files[f"{MLP}.down_proj_weight_scale_2"] = torch.arange(1.0, EXPERTS + 1)
+    checkpoint = open_checkpoint(write(files))
+    got = load_experts(checkpoint, MLP, gate_up="interleaved" if interleaved else "halves")
+    right = factors.view(-1, 1) if factors.ndim < 2 else factors
+    assert torch.equal(got.w13_scale_2, right.expand(EXPERTS, 2))
+    assert got.w2_scale_2.tolist() == [[1.0], [2.0], [3.0]]
+    last = load_experts(checkpoint, MLP, experts=range(2, 3))
+    assert torch.equal(last.w13_scale_2, got.w13_scale_2[2:]) and last.w2_scale_2.tolist() == [[3.0]]
+
+
+def stack(name, experts, n, k):
+    """One projection of all experts, transposed, every code 1 and every scale 1."""
+    return {
+        name: torch.full((experts, k // 2, n), 0x22, dtype=torch.uint8),
+        f"{name}_weight_scale": torch.ones(experts, k // 16, n).to(torch.float8_e4m3fn),
+        f"{name}_weight_scale_2": torch.arange(1.0, experts + 1),
+    }
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        (("gate_up_proj", 3, 64, 96), (4, 96, 32)),
+        (("gate_up_proj", 3, 64, 96), (3, 64, 32)),
+        (("gate_up_proj", 3, 64, 96), (3, 96, 64)),
+        (("gate_up_proj", 3, 65, 96), (3, 96, 32)),
+        (("up_proj", 3, 64, 96), (3, 96, 32)),
+    ],
+    ids=["number", "hidden", "inner", "odd", "no gate"],
+)
+def test_3d_projections_that_do_not_fit_each_other_are_named(write, first, second):
+    role, *sizes = first
+    files = stack(f"{MLP}.{role}", *sizes) | stack(f"{MLP}.down_proj", *second)
+    with pytest.raises(InvalidInput, match=r"mlp\.experts: its two projections do not fit; got .* and U8"):
+        load_experts(open_checkpoint(write(files)), MLP)
+
+
+def test_3d_experts_without_a_gate_have_up_alone(write):
+    files = stack(f"{MLP}.up_proj", 3, 32, 64) | stack(f"{MLP}.down_proj", 3, 64, 32)
+    got = load_experts(open_checkpoint(write(files)), MLP)
+    assert not got.gated and got.w13.shape == (3, 32, 32) and got.w2.shape == (3, 64, 16)
+    assert got.w13_scale_2.tolist() == got.w2_scale_2.tolist() == [[1.0], [2.0], [3.0]]
+    assert torch.equal(first(got), torch.tensor([1.0, 2.0, 3.0]).double().view(3, 1, 1).expand(3, 32, 64))
+
+
 def test_a_bias_has_a_number_for_every_row_of_every_expert(write):
     inter, hidden = 16, 96  # as many rows in all experts as an expert has columns
     weights = {f"{MLP}.gate_up_proj": (2 * inter, hidden), f"{MLP}.down_proj": (hidden, inter)}
@@ -259,6 +310,7 @@ def test_an_input_vector_without_a_gate_is_refused(write):
         ("1.up_proj.weight_scale", r"missing .*experts\.1\.up_proj\.weight_scale"),
         ("1.", r"experts\.1 is incomplete; got nothing of it"),
         ("1.up_proj.", r"experts\.1 is incomplete; got no up"),
+        ("1.gate_proj.", r"experts\.1 is incomplete; got no gate"),
         ("0.down_proj.", r"experts\.0 is incomplete; got no down"),
     ],
 )
@@ -273,6 +325,25 @@ def test_what_is_missing_is_named(write, gone, words):
 def test_the_last_expert_is_missed_too(write):
     with pytest.raises(InvalidInput, match=r"experts\.3 is incomplete; got nothing of it"):
         load_experts(open_checkpoint(write(separate(), config={"num_experts": 4})), MLP)
+
+
+def test_experts_that_hold_something_else_are_named(write):
+    tensors = separate()
+    fp8 = {f"{MLP}.3.up_proj.weight": torch.zeros(32, 64).to(torch.float8_e4m3fn)}
+    fp8[f"{MLP}.3.up_proj.weight_scale"] = torch.ones(())
+    for number, (more, kind, words) in enumerate(
+        (
+            (fp8, Unsupported, r"experts\.3\.up_proj is quantised as FP8; expected NVFP4, like the other experts"),
+            (modelopt(f"{MLP}.1.side_proj", 32, 64), InvalidInput, r"experts\.1 has unknown layers; got side_proj"),
+            (
+                {f"{MLP}.1.up_proj.weight_scale_2": torch.ones(INTER)},
+                InvalidInput,
+                r"experts\.1\.up_proj\.weight_scale_2 of an expert; got \(32,\); expected one element",
+            ),
+        )
+    ):
+        with pytest.raises(kind, match=words):
+            load_experts(open_checkpoint(write(tensors | more, folder=str(number))), MLP)
 
 
 def test_experts_of_different_sizes_are_named(write):
