@@ -27,6 +27,7 @@ __all__ = [
     "check_x",
     "have_memory",
     "refuse_grad",
+    "refuse_tracked",
 ]
 
 DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -274,6 +275,15 @@ def refuse_grad() -> None:
             do="call under torch.inference_mode() or torch.no_grad(), or pass x.detach()",
         )
     )
+
+
+def refuse_tracked(x: Tensor) -> None:
+    """Raise where x has a gradient to record, as far as the ops cannot see it.
+
+    `torch.func.grad` and its like hand them what x wraps: it would count as a constant, and gradients come out as 0.
+    """
+    if x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+        refuse_grad()
 
 
 def _check_checkpoint(

@@ -12,7 +12,7 @@ from ..kernels.moe.activations import activation as get_activation
 from ..kernels.moe.activations import constants
 from ..kernels.weights.weight import Weight, check_tensors
 from . import experts
-from .checks import refuse_grad
+from .checks import refuse_grad, refuse_tracked
 from .expert_checks import check_grouped, check_moe
 from .ops import LIBRARY, autocast_rule
 
@@ -128,6 +128,8 @@ def grouped_gemm(
     if isinstance(w, Weight) and own_layout != "checkpoint":
         out_features = w.out_features if out_features is None else out_features
         _check_size(x, "weight", w, out_features, _width(x))
+    if getattr(x, "requires_grad", False):
+        refuse_tracked(x)
     return torch.ops.nvfp4.grouped_gemm.default(  # type: ignore[no-any-return]
         x, weight, scale, scale_2, _given("expert_offsets", expert_offsets), layout=own_layout or layout,
         out_features=out_features,
@@ -256,6 +258,8 @@ def moe(
             "w13_bias": w13_bias,
             "w2_bias": w2_bias,
         }
+    if getattr(x, "requires_grad", False):
+        refuse_tracked(x)
     return torch.ops.nvfp4.moe.default(  # type: ignore[no-any-return]
         x,
         first,

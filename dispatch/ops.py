@@ -13,7 +13,7 @@ from ..kernels.weights import codec
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import Weight, check_tensors, normalize_global_scale, validate
 from . import call
-from .checks import check_blob, check_device, check_inner, refuse_grad
+from .checks import check_blob, check_device, check_inner, refuse_grad, refuse_tracked
 
 __all__ = ["LIBRARY", "autocast_rule", "dequantize", "gemm"]
 
@@ -241,6 +241,8 @@ def gemm(
         raise InvalidInput(message("weight_scale_2 is missing", do="pass it, or pass a Weight from nvfp4.pack"))
     else:
         weight = w
+    if getattr(x, "requires_grad", False):
+        refuse_tracked(x)
     if out is not None:
         _gemm_out_op(
             x,

@@ -367,3 +367,13 @@ def test_a_forgotten_tensor_is_named(warm, name):
     given[name] = None
     with pytest.raises(nvfp4.InvalidInput, match=f"{name} is missing; got None; expected a tensor"):
         torch.ops.nvfp4.moe(*given.values())
+
+
+def test_a_transform_that_asks_for_a_gradient_is_refused():
+    case = moe_case()
+    with pytest.raises(nvfp4.InvalidInput, match="nvfp4 ops have no gradient"):
+        torch.func.grad(lambda x: nvfp4.moe(x, *case.weights, case.ids, case.router).sum())(case.x)
+    first = [tensor[:, :32].contiguous() if tensor.ndim == 3 else tensor for tensor in case.weights[:3]]
+    offsets = torch.tensor([0, 2, 4, 4, len(case.x)], dtype=torch.int32)
+    with pytest.raises(nvfp4.InvalidInput, match="nvfp4 ops have no gradient"):
+        torch.func.grad(lambda x: nvfp4.grouped_gemm(x, *first, offsets).sum())(case.x)

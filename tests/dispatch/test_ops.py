@@ -329,3 +329,16 @@ def test_no_warning_after_the_first_call(exact, case):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nvfp4.gemm(c.x, c.weight, c.scale, c.gs)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)])
+def test_a_transform_that_asks_for_a_gradient_is_refused(exact, case, transform):
+    c = case()
+
+    def product(x):
+        return nvfp4.gemm(x, c.weight, c.scale, c.gs).sum()
+
+    with pytest.raises(nvfp4.InvalidInput, match="nvfp4 ops have no gradient"):
+        transform(product)(c.x)
+    scaled = torch.func.grad(lambda x: (x * product(x.detach())).sum())(c.x)
+    assert torch.equal(scaled, product(c.x).expand_as(c.x))
