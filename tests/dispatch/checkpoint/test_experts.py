@@ -193,6 +193,16 @@ def test_3d_experts_may_have_global_scales_of_their_own(write, shape, interleave
     assert torch.equal(last.w13_scale_2, got.w13_scale_2[2:]) and last.w2_scale_2.tolist() == [[3.0]]
 
 
+@pytest.mark.parametrize("shape", [(HIDDEN,), (EXPERTS, HIDDEN), (EXPERTS, 1, HIDDEN)])
+def test_3d_experts_may_have_input_vectors(write, shape):
+    files = stacked(separate())
+    vector, inner = torch.rand(HIDDEN) + 0.5, torch.rand(EXPERTS, INTER) + 0.5
+    files[f"{MLP}.gate_up_proj_pre_quant_scale"] = vector.expand(shape)
+    files[f"{MLP}.down_proj_pre_quant_scale"] = inner
+    got = load_experts(open_checkpoint(write(files)), MLP)
+    assert torch.equal(got.pre_quant_scale, vector) and torch.equal(got.w2_pre_quant_scale, inner)
+
+
 def stack(name, experts, n, k):
     """One projection of all experts, transposed, every code 1 and every scale 1."""
     return {

@@ -286,6 +286,12 @@ def test_dequantize_refuses_shapes_that_do_not_fit(weight, scale, gs):
         codec.dequantize(torch.zeros(weight, dtype=torch.uint8), torch.zeros(scale, dtype=torch.uint8), torch.ones(gs))
 
 
+@pytest.mark.parametrize("weight", [torch.zeros(4, 16, dtype=torch.int8), torch.zeros(4, 2, 16, dtype=torch.uint8)])
+def test_dequantize_refuses_what_holds_no_codes(weight):
+    with pytest.raises(InvalidInput, match=r"do not belong together; got torch.u?int8 .*expected uint8 \[N, K/2\]"):
+        codec.dequantize(weight, torch.zeros(4, 2, dtype=torch.uint8), torch.ones(()))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64], ids=str)
 def test_dequantize_refuses_dtypes_that_cannot_hold_the_values(dtype):
     with pytest.raises(InvalidInput, match=r"wrong dtype.*floating"):
