@@ -10,6 +10,7 @@ from torch import Tensor
 from ..errors import InvalidInput, message
 from ..kernels.device import describe
 from ..kernels.problem import Problem
+from ..kernels.weights.codec import GROUP
 from ..kernels.weights.layouts import Layout, layout_ids, to_layout
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import Weight
@@ -70,13 +71,17 @@ def warmup(
     if isinstance(ms, str) or not isinstance(ms, Iterable | None):
         raise InvalidInput(message("wrong ms", got=repr(ms), expected="several numbers of tokens, such as [1, 64]"))
     sizes = tuple(ms or ())
-    if not all(isinstance(m, int) and m >= 1 for m in sizes):
+    if not all(isinstance(m, int) and not isinstance(m, bool) and m >= 1 for m in sizes):
         raise InvalidInput(message("wrong ms", got=sizes, expected="whole numbers, at least 1 each"))
     where_problems_run = _device(device)
     seen: set[tuple[Problem, str, torch.device]] = set()
     for item in _items(weights_or_problems):
         if isinstance(item, Problem):
             problem = item
+            if problem.k % GROUP:
+                raise InvalidInput(
+                    message("no weight is of this problem", got=problem.label, expected=f"K a multiple of {GROUP}")
+                )
             where = where_problems_run
             reads = planned_layout(where, problem) if layout is None else _layout_for(problem, layout)
         elif isinstance(item, Weight):

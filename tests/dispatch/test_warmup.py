@@ -66,3 +66,11 @@ def test_a_device_that_is_not_there(exact, device):
     with pytest.raises(nvfp4.NoDevice):
         nvfp4.warmup(Problem(n=32, k=64), device=device)
     assert exact.builds == []
+
+
+def test_problems_and_ms_that_no_call_has_are_refused(exact):
+    with pytest.raises(nvfp4.InvalidInput, match="no weight is of this problem; got gemm 32x40 bfloat16"):
+        nvfp4.warmup(nvfp4.Problem(n=32, k=40))
+    with pytest.raises(nvfp4.InvalidInput, match="wrong ms"):
+        nvfp4.warmup(nvfp4.Problem(n=32, k=64), ms=[True])
+    assert exact.builds == []
