@@ -180,7 +180,7 @@ class Linear(nn.Module):
         return self
 
     def refresh_(self) -> Linear:
-        """Derive what kernels read from the checkpoint's tensors, after these were changed in place.
+        """Derive what kernels read from the checkpoint's tensors, after these were changed in place or replaced.
 
         The derived tensors keep their addresses. Waits for the device.
 
