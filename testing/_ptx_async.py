@@ -4,21 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ._ptx_order import Barrier
+from ._ptx_values import LANES, Array
 
 if TYPE_CHECKING:
     from .ptx import Block
 
-__all__ = ["LANES", "POISON", "Asynchronous"]
+__all__ = ["POISON", "Asynchronous", "names"]
 
-Array = NDArray[Any]
-
-LANES = 32
 POISON = 0xFF  # bytes of shared memory that nobody has written: NaNs
 PIECE = 16  # bytes of an asynchronous copy
 BARRIER_BYTES = 8
@@ -31,7 +28,6 @@ class Asynchronous:
     number: int
     clock: Array  # which threads of the cluster its lanes are
     live: Array
-    at: Array
     _get: Callable[..., Array]
     _put: Callable[..., None]
     _address: Callable[[str, int], Array]
@@ -44,9 +40,14 @@ class Asynchronous:
         self.met: int | None = None  # the parity of the hardware barrier that it has arrived at and waits for
         # Loads from shared memory that may not have returned: targets, and what they read.
         self.loads: list[tuple[str, Array]] = []
-        self.waits_for: tuple[Barrier, int] | None = None  # and the parity of its phase
+        # What it waits for, with the parity of its phase, to try an instruction again.
+        self.waits_for: tuple[Barrier, int] | None = None
         # Groups of (where, bytes, threads); the last one is open.
         self.copies: list[list[tuple[Array, Array, Array]]] = [[]]
+
+    def _words(self, operand: str) -> Array:
+        """[registers of the operand, lane]"""
+        return np.concatenate([self._get(name) for name in names(operand)]).reshape(-1, LANES)
 
     def _loads(self, where: Array, targets: str, threads: Array) -> None:
         self.block.order.read(threads, where)
@@ -55,7 +56,7 @@ class Asynchronous:
     def _returned(self, operand: str) -> None:
         """Who uses what a load brings waits for it, and so for those before it."""
         for i, (targets, _) in enumerate(self.loads):
-            if operand in _names(targets):
+            if operand in names(targets):
                 del self.loads[: i + 1]
                 return
 
@@ -146,9 +147,8 @@ class Asynchronous:
             if barrier.passed(parity):
                 order.acquire(threads, barrier.known)
                 self._put(ops[0], np.ones(LANES, bool), run)
-            else:  # it is tried again when it is
+            else:
                 self.waits_for = barrier, parity
-                self.at[run] -= 1
 
     def _mbarrier_at(self, operand: str, run: Array) -> Barrier:
         """The one that all these lanes mean."""
@@ -167,7 +167,7 @@ class Asynchronous:
         if not run.any():
             return
         order, cluster, threads = self.block.order, self.block.cluster, self.clock[run]
-        values = np.stack([self._get(part)[run] for part in _names(ops[1])], 1).view(np.uint8)
+        values = np.stack([self._get(part)[run] for part in names(ops[1])], 1).view(np.uint8)
         where = self._shared(ops[0], values.shape[1], run, of_cluster=True)
         starts = self._shared(ops[2], BARRIER_BYTES, run, of_cluster=True)[:, 0]
         order.write(threads, where, under_way=True)
@@ -205,7 +205,6 @@ class Asynchronous:
             self.cluster_parity ^= 1
         else:
             self.waits_for = barrier, self.cluster_parity
-            self.at[run] -= 1
 
     def _bar(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         """Of a warp, or one of the hardware's with the number of threads that meet there."""
@@ -226,7 +225,6 @@ class Asynchronous:
             self.met = None
         else:
             self.waits_for = barrier, self.met
-            self.at[run] -= 1
 
     def _elect(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert (run == self.live).all()
@@ -234,5 +232,6 @@ class Asynchronous:
 
 
 @cache
-def _names(operand: str) -> tuple[str, ...]:
+def names(operand: str) -> tuple[str, ...]:
+    """Of the registers in "{%r1, %r2}", or of the only one."""
     return tuple(part.strip() for part in operand.strip("{}").split(","))

@@ -3,36 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ._ptx_async import LANES, POISON
+from ._ptx_async import names
 from ._ptx_lanes import Lanes
-from ._ptx_parse import Instruction
-from ._ptx_values import ARITHMETIC, COMPARE, Array, compared, halves, joined, to_bits, to_floats, wrapped
+from ._ptx_values import (
+    ARITHMETIC,
+    COMPARE,
+    INTEGERS,
+    LANES,
+    UNSIGNED,
+    Array,
+    compared,
+    fragment,
+    halves,
+    joined,
+    lookup,
+    of_lanes,
+    sums,
+    to_bits,
+    to_floats,
+    wrapped,
+)
 from ._ptx_wgmma import Hopper
 
 if TYPE_CHECKING:
     from .ptx import Block
 
-__all__ = ["LANES", "POISON", "Warp"]
+__all__ = ["Warp"]
 
 LANE = np.arange(LANES)
 G, Q = LANE // 4, LANE % 4  # rows and columns of the 8 x 8 matrices that a warp holds
-IGNORED = ("fence", "membar", "griddepcontrol")  # one block runs at a time, and one kernel
-PAUSES = (
-    "barrier",
-    "mbarrier",
-    "cp",
-    "bar",
-    "vote",
-    "ldmatrix",
-    "stmatrix",
-    "wgmma",
-    "atom",
-)  # others may run after these
-PAUSE = 1 / 8  # the probability
+ALL = np.ones(LANES, bool)  # always this very array where all lanes run
+NOWHERE = 1 << 32  # behind the last instruction of any kernel
+PAUSE = 1 / 8  # the probability that others run next, after an instruction where they may
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 
 
@@ -42,117 +49,116 @@ class Warp(Hopper, Lanes):
     def __init__(self, block: Block, number: int) -> None:
         super().__init__()
         self.block, self.number = block, number
-        self.thread = LANE + LANES * number
-        self.clock = self.thread + block.first_thread
-        self.registers: dict[str, Array] = {}
-        self.at = np.zeros(LANES, np.int64)  # every lane's next instruction
+        thread = LANE + LANES * number
+        self.clock = thread + block.first_thread
+        # Unsigned integers, or bool for predicates; no array is changed once it is here.
+        self.registers: dict[str, Array] = block.constants | {"%tid.x": thread.astype(np.uint32)}
+        self.at = np.zeros(LANES, np.int64)  # every lane's next instruction, while the warp does not run
         self.live = np.ones(LANES, bool)
+        self.done = False  # all lanes have returned
         self.waits = False  # at a barrier of the block
         self.rank = block.rng.random()  # of those who can run, the highest does
 
-    @property
-    def done(self) -> bool:
-        """Whether all lanes have returned."""
-        return not self.live.any()
-
     def run(self) -> None:
         """The lanes that are behind run first, so that those which took different branches meet again."""
-        program, self.waits_for = self.block.program, None
-        while self.live.any():
+        self.waits_for = None
+        goes_on = True
+        while goes_on and not self.done:
             at = int(self.at[self.live].min())
             here = self.live & (self.at == at)
-            one = program.code[at]
-            run = here if not one.guard else here & (self.registers[one.guard] ^ one.negated)
-            if one.name.startswith("bar.sync") and len(one.operands) == 1:
-                assert here.all(), "a barrier that some lanes of a warp do not reach"
-                self.waits = True
-                return
-            self.at[here] = at + 1
-            if one.name.startswith("bra"):
-                self.at[run] = program.labels[one.operands[0]]
-            elif one.name == "ret":
-                self.live &= ~run
-            else:
-                try:
-                    self._execute(one, run)
-                except AssertionError as error:
-                    raise AssertionError(f"{one}: {error}") from error
-                if self.waits_for is not None:
-                    return
-                if one.name.startswith(PAUSES) and self.block.rng.random() < PAUSE:
-                    self.rank = self.block.rng.random()
-                    return
+            ahead = self.at[self.live & ~here]
+            goes_on = self._run_lanes(at, _all_or(here), int(ahead.min(initial=NOWHERE)))
+
+    def _run_lanes(self, at: int, here: Array, end: int) -> bool:
+        """These lanes run until they come to where others are or go different ways (True), or others get a turn."""
+        steps, registers, rng = self.block.steps, self.registers, self.block.rng
+        while at < end:
+            step = steps[at]
+            run = _all_or(here & (registers[step.guard] ^ step.negated)) if step.guard else here
+            if step.execute is None:
+                if step.goes == "bar":
+                    assert here is ALL, "a barrier that some lanes of a warp do not reach"
+                    self.waits, self.at[:] = True, at
+                    return False
+                lanes = np.count_nonzero(run)
+                if step.goes == "bra" and lanes == np.count_nonzero(here):
+                    at = step.target
+                elif lanes == 0:
+                    at += 1
+                else:
+                    self.at[here], self.at[run] = at + 1, step.target
+                    if step.goes == "ret":
+                        self.live &= ~run
+                        self.done = not self.live.any()
+                    return True
+                continue
+            try:
+                step.execute(self, run)
+            except AssertionError as error:
+                raise AssertionError(f"{step.one}: {error}") from error
+            if step.pauses:
+                if self.waits_for is not None:  # it is tried again
+                    self.at[here], self.at[run] = at + 1, at
+                    return False
+                if rng.random() < PAUSE:
+                    self.rank = rng.random()
+                    self.at[here] = at + 1
+                    return False
+            at += 1
+        self.at[here] = at
+        return True
 
     def pass_barrier(self) -> None:
         """Go on behind it."""
         self.waits = False
         self.at += 1
 
-    def _execute(self, one: Instruction, run: Array) -> None:
-        op, *kinds = one.name.split(".")
-        if op in IGNORED:
-            return
-        special = getattr(self, f"_{op}", None)
-        if special is not None:
-            special(kinds, one.operands, run)
-        else:
-            assert op in ARITHMETIC, "not an instruction that this knows"
-            self._put(one.operands[0], self._compute(ARITHMETIC[op], kinds[-1], one.operands[1:]), run)
-
-    # ---- operands: registers hold unsigned integers, or bool for predicates ----
+    # ---- operands ----
 
     def _get(self, operand: str, bits: int = 32) -> Array:
         """As they are; what is narrower or wider than `bits` is converted."""
-        kind = f"u{max(bits, 8) // 8}"
-        if operand in self.registers:
+        value = self.registers.get(operand)
+        if value is None:
+            return _immediate(operand, bits)
+        if self.loads:
             self._returned(operand)
-            value = self.registers[operand]
-            return value if value.dtype == bool else value.astype(kind)
-        if operand == "%tid.x":
-            return self.thread.astype(kind)
-        if operand == "%ntid.x":
-            return np.full(LANES, LANES * len(self.block.warps), kind)
-        if operand.startswith("%ctaid."):
-            return np.full(LANES, self.block.index["xyz".index(operand[-1])], kind)
-        if operand.startswith("%nctaid."):
-            return np.full(LANES, self.block.grid["xyz".index(operand[-1])], kind)
-        if operand in self.block.symbols:
-            return np.full(LANES, self.block.symbols[operand], kind)
-        assert operand[0] not in "%$" and "@" not in operand, f"{operand} was never written"
-        number = int(operand[2:], 16) if operand.startswith("0f") else int(operand.rstrip("U"), 0)
-        return np.full(LANES, number & ((1 << bits) - 1), np.uint64).astype(kind)
+        dtype = UNSIGNED[bits]
+        return value if value.dtype == dtype or value.dtype == bool else value.astype(dtype)
 
     def _put(self, operand: str, values: Array, run: Array) -> None:
-        old = self.registers.get(operand)
-        if old is None or old.dtype != values.dtype:
-            old = np.zeros(LANES, values.dtype)
-        self.registers[operand] = np.where(run, values, old)
+        if run is not ALL:
+            old = self.registers.get(operand)
+            if old is None or old.dtype != values.dtype:
+                old = np.zeros(LANES, values.dtype)
+            values = np.where(run, values, old)
+        self.registers[operand] = values
 
     def _integer(self, operand: str, kind: str) -> Array:
         """Of "s32", "u64" and so on, with its sign."""
-        values = self._get(operand, int(kind[1:]))
-        return values.view(f"i{values.dtype.itemsize}") if kind[0] == "s" else values
+        dtype = INTEGERS[kind]
+        values = self._get(operand, 8 * dtype.itemsize)
+        return values.view(dtype) if kind[0] == "s" else values
 
     def _float(self, operand: str) -> Array:
         return self._get(operand).view(np.float32)
 
     def _address(self, operand: str, bits: int) -> Array:
-        base, _, offset = operand.strip("[]").partition("+")
-        return self._get(base.strip(), bits).astype(np.int64) + int(offset or "0", 0)
+        base, offset = _base_and_offset(operand)
+        return self._get(base, bits).astype(np.int64) + offset
+
+    def calculate(self, function: Callable[..., Array], kind: str, operands: tuple[str, ...], run: Array) -> None:
+        """Put what a function of `ARITHMETIC` makes of the other operands into the first."""
+        self._put(operands[0], self._compute(function, kind, operands[1:]), run)
 
     def _compute(self, function: Callable[..., Array], kind: str, operands: tuple[str, ...]) -> Array:
-        with np.errstate(all="ignore"):
-            if kind == "f32":
-                return function(*map(self._float, operands)).astype(np.float32).view(np.uint32)
-            if kind in ("bf16x2", "f16x2"):
-                words = [halves(self._get(operand)) for operand in operands]
-                low, high = (to_bits(function(*(to_floats(word[i], kind) for word in words)), kind) for i in range(2))
-                return joined(low, high)
-            if kind == "pred":
-                return function(*(self.registers[operand] for operand in operands))
-            if kind[0] == "b":
-                return function(*(self._get(operand, int(kind[1:])) for operand in operands))
-            return wrapped(function(*(self._integer(operand, kind).astype(np.int64) for operand in operands)), kind)
+        if kind == "f32":
+            return function(*map(self._float, operands)).astype(np.float32, copy=False).view(np.uint32)
+        if kind in ("bf16x2", "f16x2"):
+            values = (to_floats(halves(self._get(operand)), kind) for operand in operands)
+            return joined(to_bits(function(*values), kind))
+        if kind == "pred":
+            return function(*(self.registers[operand] for operand in operands))
+        return wrapped(function(*(self._integer(operand, kind) for operand in operands)), kind)
 
     # ---- integers, predicates, conversions ----
 
@@ -168,7 +174,7 @@ class Warp(Hopper, Lanes):
 
     def _shl(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         values = self._get(ops[1], 64) << self._get(ops[2], 64)
-        self._put(ops[0], values.astype(f"u{int(kinds[-1][1:]) // 8}"), run)
+        self._put(ops[0], values.astype(UNSIGNED[int(kinds[-1][1:])]), run)
 
     def _shr(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         values = self._integer(ops[1], kinds[-1])
@@ -180,12 +186,7 @@ class Warp(Hopper, Lanes):
         self._put(ops[0], (((high << 32 | low) << (by & 31)) >> 32).astype(np.uint32), run)
 
     def _lop3(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        a, b, c = (self._get(operand) for operand in ops[1:4])
-        table, value = int(ops[4], 0), np.zeros(LANES, np.uint32)
-        for i in range(8):
-            if table >> i & 1:
-                value |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
-        self._put(ops[0], value, run)
+        self._put(ops[0], lookup(int(ops[4], 0), *(self._get(operand) for operand in ops[1:4])), run)
 
     def _prmt(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         for operand in ops[1:3]:
@@ -201,8 +202,8 @@ class Warp(Hopper, Lanes):
 
     def _dp2a(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert kinds == ["lo", "u32", "u32"]
-        (low, high), bytes_, add = halves(self._get(ops[1])), self._get(ops[2]), self._get(ops[3])
-        self._put(ops[0], low * (bytes_ & 0xFF) + high * (bytes_ >> 8 & 0xFF) + add, run)
+        word, bytes_, add = (self._get(operand) for operand in ops[1:])
+        self._put(ops[0], (word & 0xFFFF) * (bytes_ & 0xFF) + (word >> 16) * (bytes_ >> 8 & 0xFF) + add, run)
 
     def _bfi(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         field, into, at, length = (self._get(operand, 64) for operand in ops[1:])
@@ -226,15 +227,13 @@ class Warp(Hopper, Lanes):
             self._put(ops[0], value, run)
             return
         bits = int(kinds[-1][1:])
-        targets, sources = _parts(ops[0]), _parts(ops[1])
-        each = bits // len(sources)
-        value = np.zeros(LANES, np.uint64)
-        for i, source in enumerate(sources):
-            value |= (self._get(source, each).astype(np.uint64)) << np.uint64(i * each)
-        each = bits // len(targets)
-        for i, target in enumerate(targets):
-            part = value >> np.uint64(i * each) & np.uint64((1 << each) - 1)
-            self._put(target, part.astype(f"u{each // 8}"), run)
+        targets, sources = names(ops[0]), names(ops[1])
+        if len(targets) == len(sources) == 1:
+            self._put(ops[0], self._get(ops[1], bits), run)
+            return
+        whole = np.stack([self._get(source, bits // len(sources)) for source in sources], 1)
+        for target, part in zip(targets, whole.view(UNSIGNED[bits // len(targets)]).T.copy(), strict=True):
+            self._put(target, part, run)
 
     def _cvta(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert kinds in (["to", "global", "u64"], ["param", "u64"])
@@ -243,14 +242,15 @@ class Warp(Hopper, Lanes):
     def _cvt(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         to, of = kinds[-2:]
         if of == "e2m1x2":
-            byte = self._get(ops[1], 8).astype(int)
-            value = joined(*(to_bits(E2M1[n & 7] * np.where(n & 8, -1.0, 1.0), to) for n in (byte & 15, byte >> 4)))
+            byte = self._get(ops[1], 8)
+            code = np.stack([byte & 15, byte >> 4], 1)
+            value = joined(to_bits(E2M1[code & 7] * np.where(code & 8, -1.0, 1.0), to))
         elif to in ("bf16x2", "f16x2"):
-            value = joined(to_bits(self._float(ops[2]), to), to_bits(self._float(ops[1]), to))
+            value = joined(to_bits(np.stack([self._float(ops[2]), self._float(ops[1])], 1), to))
         elif to == "f32":
             value = to_floats(self._get(ops[1], 16), of).view(np.uint32)
         else:
-            value = wrapped(self._integer(ops[1], of).astype(np.int64), to)
+            value = wrapped(self._integer(ops[1], of), to)
         self._put(ops[0], value, run)
 
     # ---- between lanes ----
@@ -260,30 +260,23 @@ class Warp(Hopper, Lanes):
         where = self._shared(ops[1], 16, run)
         self._loads(where, ops[0], self.clock)
         rows = self.block.smem[where].view(np.uint32)  # [8 of each matrix, 4]
-        for j, target in enumerate(_parts(ops[0])):
+        for j, target in enumerate(names(ops[0])):
             self._put(target, rows[8 * j + G, Q], run)
 
     def _movmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert run.all() and "trans" in kinds
-        matrix = np.stack(halves(self._get(ops[1])), 1).reshape(8, 8)
-        self._put(ops[0], joined(matrix[2 * Q, G], matrix[2 * Q + 1, G]), run)
+        matrix = halves(self._get(ops[1])).reshape(8, 8)
+        self._put(ops[0], joined(matrix.T.copy()), run)
 
     def _mma(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert run.all() and kinds[2] == "m16n8k16"
-        a, b, c = np.zeros((16, 16)), np.zeros((16, 8)), np.zeros((16, 8))
-        for r, name in enumerate(_parts(ops[1])):
-            for p, half in enumerate(halves(self._get(name))):
-                a[G + 8 * (r % 2), 2 * Q + 8 * (r // 2) + p] = to_floats(half, kinds[-2])
-        for r, name in enumerate(_parts(ops[2])):
-            for p, half in enumerate(halves(self._get(name))):
-                b[2 * Q + 8 * r + p, G] = to_floats(half, kinds[-2])
-        places = [(G + 8 * (r // 2), 2 * Q + r % 2) for r in range(4)]
-        for place, name in zip(places, _parts(ops[3]), strict=True):
-            c[place] = self._float(name)
-        with np.errstate(all="ignore"):
-            d = (a @ b + c).astype(np.float32)
-        for place, name in zip(places, _parts(ops[0]), strict=True):
-            self._put(name, np.ascontiguousarray(d[place]).view(np.uint32), run)
+        a, b = (self._words(operand) for operand in ops[1:3])
+        # Lane 4 g + q has of its word r two values of column g: rows 8 r + 2 q + p.
+        b = to_floats(halves(b), kinds[-2]).reshape(2, 8, 4, 2).transpose(0, 2, 3, 1).reshape(16, 8)
+        c = sums(self._words(ops[3]).view(np.float32))
+        d = fragment(a, kinds[-2]) @ b.astype(np.float64) + c
+        for name, value in zip(names(ops[0]), of_lanes(d.astype(np.float32)).view(np.uint32), strict=True):
+            self._put(name, value, run)
 
     # ---- memory ----
 
@@ -307,23 +300,22 @@ class Warp(Hopper, Lanes):
         return memory.data, memory.where(self._address(operand, 64)[run], size)
 
     def _ld(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        size, targets = int(kinds[-1][1:]) // 8, _parts(ops[0])
+        size, targets = int(kinds[-1][1:]) // 8, names(ops[0])
         if run.any():
             memory, where = self._place(kinds[0], ops[1], size * len(targets), run)
             if kinds[0] == "shared":
                 self._loads(where, ops[0], self.clock[run])
-            values = memory[where].view(f"u{size}")
-            for i, target in enumerate(targets):
-                lanes = np.zeros(LANES, values.dtype)
-                lanes[run] = values[:, i]
-                self._put(target, lanes, run)
+            values = np.zeros((len(targets), LANES), UNSIGNED[8 * size])
+            values[:, run] = memory[where].view(values.dtype).T
+            for target, value in zip(targets, values, strict=True):
+                self._put(target, value, run)
 
     def _st(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         if kinds[0] == "async":
             self._store_async(ops, run)
         elif run.any():
             bits = int(kinds[-1][1:])
-            values = np.stack([self._get(source, bits)[run] for source in _parts(ops[1])], 1).view(np.uint8)
+            values = np.stack([self._get(source, bits)[run] for source in names(ops[1])], 1).view(np.uint8)
             memory, where = self._place(kinds[0], ops[0], values.shape[1], run)
             if kinds[0] == "shared":
                 self.block.order.write(self.clock[run], where)
@@ -343,5 +335,19 @@ class Warp(Hopper, Lanes):
             self._put(ops[0], np.broadcast_to(old, LANES), only)
 
 
-def _parts(operand: str) -> list[str]:
-    return [part.strip() for part in operand.strip("{}").split(",")]
+def _all_or(run: Array) -> Array:
+    return ALL if np.count_nonzero(run) == LANES else run
+
+
+@cache
+def _immediate(operand: str, bits: int) -> Array:
+    assert operand[0] not in "%$" and "@" not in operand, f"{operand} was never written"
+    number = int(operand[2:], 16) if operand.startswith("0f") else int(operand.rstrip("U"), 0)
+    return np.full(LANES, number & ((1 << bits) - 1), np.uint64).astype(UNSIGNED[bits])
+
+
+@cache
+def _base_and_offset(operand: str) -> tuple[str, int]:
+    """Of an address: "[%rd1+16]"."""
+    base, _, offset = operand.strip("[]").partition("+")
+    return base.strip(), int(offset or "0", 0)

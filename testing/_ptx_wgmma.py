@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ._ptx_async import LANES, POISON, Asynchronous
-from ._ptx_values import Array, halves, to_floats
+from ._ptx_async import POISON, Asynchronous, names
+from ._ptx_values import LANES, Array, fragment, halves, of_lanes, sums, to_floats
 
 if TYPE_CHECKING:
     from ._ptx_order import Barrier
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 __all__ = ["Hopper", "moved_map", "tensor_map"]
 
 LANE = np.arange(LANES)
-G, Q = LANE // 4, LANE % 4
 ROW_BYTES = 128  # of matrices in the swizzle of as many bytes, which is the only one known here
 MAP = struct.Struct("<QiiiI")
 MAP_BYTES = 128
@@ -42,7 +41,6 @@ def swizzled(addresses: Array) -> Array:
 class Hopper(Asynchronous):
     """Sums are made when a wgmma is issued; what it reads of shared memory stays in use until it is waited for."""
 
-    _float: Callable[[str], Array]
     _mbarrier_at: Callable[..., Barrier]
 
     def __init__(self) -> None:
@@ -69,21 +67,16 @@ class Hopper(Asynchronous):
             self.wgmmas = [*closed[max(0, len(closed) - int(ops[0])) :], self.wgmmas[-1]]
             self.block.order.meet(self.clock)  # lanes of a warp go on together
         elif kinds[0] == "mma_async":
-            self._multiply(kinds, ops)
+            self._multiply(kinds, ops, run)
         else:
             assert kinds[0] == "fence"
 
-    def _multiply(self, kinds: list[str], ops: tuple[str, ...]) -> None:
+    def _multiply(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         """This warp's 16 rows."""
-        sums, registers, descriptor, accumulate, *signs = ops
+        accumulators, registers, descriptor, accumulate, *signs = ops
         n, kind = int(kinds[3].split("n")[1].split("k")[0]), kinds[-1]
         assert kinds[3].startswith("m64") and kinds[3].endswith("k16") and signs[:2] == ["1", "1"], "not known"
-        names = [name.strip() for name in sums.strip("{}").split(",")]
-        assert len(names) == n // 2
-        a = np.zeros((16, 16), np.float64)
-        for r, name in enumerate(part.strip() for part in registers.strip("{}").split(",")):
-            for p, half in enumerate(halves(self._get(name))):
-                a[G + 8 * (r % 2), 2 * Q + 8 * (r // 2) + p] = to_floats(half, kind)
+        assert len(names(accumulators)) == n // 2
         (word,) = set(self._get(descriptor, 64).tolist())
         assert word >> 62 == 1, "a swizzle that is not known"
         start, stride = (word & 0x3FFF) << 4, (word >> 32 & 0x3FFF) << 4
@@ -93,27 +86,19 @@ class Hopper(Asynchronous):
         self.block.order.read(self.clock[:1], where.reshape(1, -1))
         self.wgmmas[-1].append(where.reshape(1, -1))
         b = to_floats(self.block.smem[where].view(np.uint16), kind).astype(np.float64)  # [n, 16]
-        places = [(G + 8 * (i % 4 // 2), 8 * (i // 4) + 2 * Q + i % 2) for i in range(n // 2)]
-        c = np.zeros((16, n))
+        d = fragment(self._words(registers), kind) @ b.T
         if self.registers[accumulate].all():
-            for place, name in zip(places, names, strict=True):
-                c[place] = self._float(name)
-        with np.errstate(all="ignore"):
-            d = (a @ b.T + c).astype(np.float32)
-        for place, name in zip(places, names, strict=True):
-            self._put(name, np.ascontiguousarray(d[place]).view(np.uint32), np.ones(LANES, bool))
+            d += sums(self._words(accumulators).view(np.float32))
+        for name, value in zip(names(accumulators), of_lanes(d.astype(np.float32)).view(np.uint32), strict=True):
+            self._put(name, value, run)
 
     def _stmatrix(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         assert run.all() and kinds[:3] == ["sync", "aligned", "m8n8"] and "trans" in kinds
         count = int(kinds[3][1:])
         used = 8 * count > LANE
         where = self._shared(ops[0], 16, used)
-        names = [name.strip() for name in ops[1].strip("{}").split(",")]
-        values = np.zeros((8 * count, 8), np.uint16)
-        for j, name in enumerate(names):
-            word = self._get(name)
-            for p, half in enumerate((word & 0xFFFF, word >> 16)):
-                values[8 * j + 2 * Q + p, G] = half
+        assert len(names(ops[1])) == count
+        values = halves(self._words(ops[1])).reshape(count, 8, 8).transpose(0, 2, 1).reshape(8 * count, 8)
         self.block.order.write(self.clock[used], where)
         self.block.smem[where] = values.view(np.uint8)
 

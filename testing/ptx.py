@@ -15,14 +15,18 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ._ptx_async import POISON
+from ._ptx_decode import Step, decode
 from ._ptx_order import Barrier, Order
 from ._ptx_parse import Program, parse
-from ._ptx_warp import LANES, POISON, Warp
+from ._ptx_values import LANES
+from ._ptx_warp import Warp
 from ._ptx_wgmma import moved_map, tensor_map
 
 __all__ = ["GlobalMemory", "moved_map", "run", "tensor_map"]
@@ -82,6 +86,7 @@ class Block:
     def __init__(
         self,
         program: Program,
+        steps: tuple[Step, ...],
         parameters: NDArray[np.uint8],
         memory: GlobalMemory,
         cluster: Cluster,
@@ -91,14 +96,16 @@ class Block:
         smem_bytes: int,
         rng: random.Random,
     ) -> None:
-        self.program, self.parameters, self.memory = program, parameters, memory
-        self.grid, self.index, self.rng = grid, index, rng
+        self.steps, self.parameters, self.memory, self.rng = steps, parameters, memory, rng
         self.cluster, self.smem, self.order = cluster, cluster.smem, cluster.order
         self.rank = len(cluster.blocks)
         self.first_thread = self.rank * threads
         self._begin = self.rank * cluster.stride
         self._end = self._begin + smem_bytes
-        self.symbols = program.symbols | dict.fromkeys(program.shared, self._begin)
+        values = dict(program.symbols) | dict.fromkeys(program.shared, self._begin) | {"%ntid.x": threads}
+        for axis, i, size in zip("xyz", index, grid, strict=True):
+            values |= {f"%ctaid.{axis}": i, f"%nctaid.{axis}": size}
+        self.constants = {name: np.full(LANES, value, np.uint64) for name, value in values.items()}
         # Copies: those of a warp arrive in its order, those of "warp -1" at any time.
         self.under_way: list[tuple[int, Callable[[], None]]] = []
         self.named: dict[int, Barrier] = {}  # barriers of the hardware, by their numbers
@@ -133,10 +140,17 @@ class Block:
         return True
 
 
+@lru_cache(maxsize=8)
+def _decoded(text: str, entry: str) -> tuple[Program, tuple[Step, ...]]:
+    program = parse(text, entry)
+    return program, decode(program)
+
+
 def _passed(barrier: Barrier, parity: int) -> bool:
     return barrier.passed(parity)
 
 
+@np.errstate(all="ignore")  # as GPUs do: infinities, NaNs
 def run(
     text: str,
     values: Sequence[int | bytes],
@@ -181,7 +195,7 @@ def run(
         that wait for ever, a barrier that only some lanes of a warp reach, a register that is read before it is
         written, or an instruction that this module does not know.
     """
-    program, rng = parse(text, entry), random.Random(seed)
+    (program, steps), rng = _decoded(text, entry), random.Random(seed)
     parameters = np.zeros(program.parameters[-1], np.uint8)
     for start, value in zip(program.parameters[:-1], values, strict=True):
         content = value if isinstance(value, bytes) else (value & (1 << 64) - 1).to_bytes(8, "little")
@@ -196,7 +210,9 @@ def run(
             group = Cluster(cluster, threads, smem_bytes, ordered=ordered)
             for i in range(cluster):
                 at = (x + i, y, z)
-                group.blocks.append(Block(program, parameters, memory, group, grid, at, threads, smem_bytes, rng))
+                group.blocks.append(
+                    Block(program, steps, parameters, memory, group, grid, at, threads, smem_bytes, rng)
+                )
             resident += group.blocks
         moved = any(block.step() for block in rng.sample(resident, len(resident)))
         assert moved, "all warps wait, and nothing is under way"
