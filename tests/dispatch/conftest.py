@@ -19,6 +19,8 @@ from nvfp4.kernels.weights import layouts
 from nvfp4.kernels.weights.codec import quantize
 from nvfp4.kernels.weights.weight import Weight
 
+from .fused_experts import routed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile(Config):
@@ -208,6 +210,12 @@ def case():
         )
 
     return case
+
+
+@pytest.fixture(name="call")
+def call_of_experts():
+    """x, topk_ids and topk_weights for a layer of `fused_experts`."""
+    return routed()
 
 
 @pytest.fixture

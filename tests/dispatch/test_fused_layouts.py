@@ -13,6 +13,8 @@ from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing.checkpoints import as_compressed_tensors, modelopt
 from nvfp4.testing.fake_experts import KERNELS
 
+from .fused_experts import routed
+
 EXPERTS, HIDDEN, INTER, TOP_K, TOKENS = 4, 80, 48, 2, 6
 FRAGMENT = "fragment1-bf16"
 GPU = Device(kind="cuda", name="Fake 9000", capability=(9, 0), units=8)
@@ -45,10 +47,7 @@ def module(layout="fragment", keep=True, **options):
 
 @pytest.fixture
 def call():
-    g = torch.Generator().manual_seed(5)
-    x = torch.randn(TOKENS, HIDDEN, generator=g).bfloat16()
-    ids = torch.stack([torch.randperm(EXPERTS, generator=g)[:TOP_K] for _ in range(TOKENS)])
-    return x, ids, torch.rand(TOKENS, TOP_K, generator=g)
+    return routed(HIDDEN)
 
 
 def plain(found, call, **options):
