@@ -20,6 +20,7 @@ from nvfp4.kernels.weights.codec import quantize
 from nvfp4.kernels.weights.weight import Weight
 
 from .fused_experts import routed
+from .moe_calls import noted_launches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +217,12 @@ def case():
 def call_of_experts():
     """x, topk_ids and topk_weights for a layer of `fused_experts`."""
     return routed()
+
+
+@pytest.fixture
+def moe_launches(no_plan):
+    """What launchers of `moe_calls.PROBLEM` got: the arguments of every launch, of which the results are right."""
+    return noted_launches()
 
 
 @pytest.fixture
