@@ -1,7 +1,9 @@
-"""A folder to write tiny checkpoints into."""
+"""A folder to write tiny checkpoints into, and the layers of one."""
 
 import pytest
-from nvfp4.testing.checkpoints import HF_QUANT, write_checkpoint
+from nvfp4.testing.checkpoints import HF_QUANT, modelopt, write_checkpoint
+
+from .layers import ATTN
 
 
 @pytest.fixture
@@ -10,3 +12,13 @@ def write(tmp_path):
         return write_checkpoint(tmp_path / folder, tensors, hf=hf, **options)
 
     return make
+
+
+@pytest.fixture
+def qkv():
+    """Three parts with three global scales: the last two rows of a table of FORMATS' field cases."""
+    return {
+        **modelopt(f"{ATTN}.q_proj", 64, 32, 1, factor=1e-3),
+        **modelopt(f"{ATTN}.k_proj", 32, 32, 2, factor=2e-3),
+        **modelopt(f"{ATTN}.v_proj", 32, 32, 3, factor=5e-4),
+    }

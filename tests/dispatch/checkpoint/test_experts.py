@@ -1,4 +1,4 @@
-"""Experts read into stacks: every family's names, 3-D files, global scales apart, ranges, and what is refused."""
+"""Experts read into stacks: every family's names, global scales apart, input vectors, ranges, and what is refused."""
 
 import re
 
@@ -7,49 +7,16 @@ import pytest
 import torch
 from nvfp4.dispatch.checkpoint import Shard, expert_range, load_experts, open_checkpoint
 from nvfp4.errors import InvalidInput, Unsupported
-from nvfp4.kernels.weights.codec import dequantize, swap_nibbles
-from nvfp4.testing.checkpoints import as_compressed_tensors, dense, modelopt, stacked_experts
-from nvfp4.testing.checkpoints import experts as make_experts
+from nvfp4.kernels.weights.codec import swap_nibbles
+from nvfp4.testing.checkpoints import as_compressed_tensors, modelopt
 
-HIDDEN, INTER, EXPERTS = 64, 32, 3
+from .expert_files import EXPERTS, HIDDEN, INTER, MLP, expected, first, second, separate, stacked
+
 FAMILIES = {
     "model.layers.0.mlp.experts": ("gate_proj", "up_proj", "down_proj"),
     "model.layers.0.block_sparse_moe.experts": ("w1", "w3", "w2"),
     "layers.0.ffn.experts": ("w1", "w3", "w2"),
 }
-MLP = "model.layers.0.mlp.experts"
-
-
-def separate(name=MLP, roles=("gate_proj", "up_proj", "down_proj"), experts=EXPERTS, inter=INTER, **options):
-    return make_experts(name, experts, HIDDEN, inter, roles=roles, **options)
-
-
-def rows(weight, scale, factors):
-    """[E, N, K] float64 of a stack whose rows share out the factors."""
-    each = weight.shape[1] // factors.shape[1]
-    return torch.stack(
-        [
-            torch.cat(
-                [
-                    dequantize(w[i * each : (i + 1) * each], s[i * each : (i + 1) * each], f[i : i + 1], torch.float64)
-                    for i in range(len(f))
-                ]
-            )
-            for w, s, f in zip(weight, scale, factors, strict=True)
-        ]
-    )
-
-
-def first(got):
-    return rows(got.w13, got.w13_scale, got.w13_scale_2)
-
-
-def second(got):
-    return rows(got.w2, got.w2_scale, got.w2_scale_2)
-
-
-def expected(tensors, roles, name=MLP, experts=range(EXPERTS)):
-    return torch.stack([torch.cat([dense(tensors, f"{name}.{e}.{role}") for role in roles]) for e in experts])
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -93,11 +60,15 @@ def test_one_rank_has_its_range_of_experts(write):
     assert ranges == [range(3), range(3, 5)]
     got = [load_experts(checkpoint, MLP, experts=part) for part in ranges]
     assert torch.equal(torch.cat([second(part) for part in got]), expected(tensors, ("down_proj",), experts=range(5)))
-    for wrong in (range(4, 6), range(2, 2), range(-1, 2), range(0, 4, 2)):
-        with pytest.raises(
-            InvalidInput, match=rf"wrong experts; got {re.escape(str(wrong))}; expected a part of range"
-        ):
-            load_experts(checkpoint, MLP, experts=wrong)
+
+
+@pytest.mark.parametrize(
+    "experts", [5, [0, 1], range(0, 4), range(3, 5), range(2, 2), range(2, 1), range(0, 3, 2), range(-1, 2)]
+)
+def test_what_is_no_range_of_the_experts_is_refused(write, experts):
+    got = re.escape(str(experts))
+    with pytest.raises(InvalidInput, match=rf"wrong experts; got {got}; expected a part of range\(3\)"):
+        load_experts(open_checkpoint(write(separate())), MLP, experts=experts)
 
 
 def test_the_inner_size_is_divided_with_gate_and_up_apart(write):
@@ -113,146 +84,6 @@ def test_the_inner_size_is_divided_with_gate_and_up_apart(write):
     assert torch.equal(torch.cat([first(part)[:, : part.w13.shape[1] // 2] for part in parts], 1), both[:, :80])
     assert torch.equal(torch.cat([first(part)[:, part.w13.shape[1] // 2 :] for part in parts], 1), both[:, 80:])
     assert torch.equal(torch.cat([second(part) for part in parts], 2), expected(tensors, ("down_proj",)))
-
-
-def stacked(tensors, *, bias=False, **options):
-    """The same experts as 3-D tensors, with global scales in the forms that exporters write."""
-    found = stacked_experts(tensors, MLP, **options) | {
-        f"{MLP}.gate_up_proj_weight_scale_2": torch.tensor(2.0**-8),
-        f"{MLP}.gate_up_proj_input_scale": torch.tensor(float("nan")),
-        f"{MLP}.down_proj_weight_scale_2": torch.full((EXPERTS, 1, 1), 2.0**-8),
-    }
-    if bias:
-        found[f"{MLP}.gate_up_proj_bias"] = torch.arange(EXPERTS * 2 * INTER).float().reshape(EXPERTS, 2 * INTER)
-        found[f"{MLP}.down_proj_bias"] = torch.arange(EXPERTS * HIDDEN).float().reshape(EXPERTS, HIDDEN)
-    return found
-
-
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("interleaved", [True, False])
-def test_3d_experts_are_the_same_experts(write, interleaved, transposed):
-    tensors = separate(factor=2.0**-8)
-    files = stacked(tensors, interleaved=interleaved, transposed=transposed, bias=True)
-    model_type = "gpt_oss" if interleaved else "llama4"
-    checkpoint = open_checkpoint(write(files, config={"model_type": model_type}))
-    got = load_experts(checkpoint, MLP)
-    assert got.gated and torch.equal(first(got), expected(tensors, ("gate_proj", "up_proj")))
-    assert torch.equal(second(got), expected(tensors, ("down_proj",)))
-    bias = files[f"{MLP}.gate_up_proj_bias"]
-    halves = torch.cat((bias[:, 0::2], bias[:, 1::2]), 1) if interleaved else bias
-    assert torch.equal(got.w13_bias, halves) and torch.equal(got.w2_bias, files[f"{MLP}.down_proj_bias"])
-    with pytest.raises(InvalidInput, match=r'wrong gate_up; got \'pairs\'; expected "halves" or "interleaved"'):
-        load_experts(checkpoint, MLP, gate_up="pairs")
-    other = load_experts(checkpoint, MLP, gate_up="halves" if interleaved else "interleaved")
-    assert not torch.equal(first(other), first(got))
-    one = load_experts(checkpoint, MLP, experts=range(1, 2), shard=Shard(rank=1, size=2, how="row"))
-    assert torch.equal(second(one), second(got)[1:2, :, INTER // 2 :])
-    half = slice(INTER // 2, INTER)
-    assert torch.equal(first(one)[:, : INTER // 2], first(got)[1:2, half])
-    assert one.w2_bias is None  # the sum over ranks must have it once
-
-
-@pytest.mark.parametrize(
-    ("leaf", "tensor", "words"),
-    [
-        ("gate_up_proj_weight_scale", None, r"missing .*experts\.gate_up_proj_weight_scale"),
-        ("down_proj", None, r"missing .*experts\.down_proj$"),
-        (
-            "gate_up_proj_weight_scale",
-            torch.zeros(EXPERTS, 4, 8).to(torch.float8_e4m3fn),
-            r"expected F8_E4M3 \(3, 4, 64",
-        ),
-        ("gate_up_proj", torch.zeros(EXPERTS, 32, 64).bfloat16(), r"wrong .*gate_up_proj; got BF16"),
-        ("down_proj_weight_scale_2", torch.zeros(2), r"wrong .*down_proj_weight_scale_2; got F32 \(2,\)"),
-        ("down_proj_bias", torch.zeros(7), r"wrong .*down_proj_bias; got F32 \(7,\)"),
-    ],
-)
-def test_3d_experts_that_do_not_fit_are_named(write, leaf, tensor, words):
-    files = stacked(separate())
-    if tensor is None:
-        del files[f"{MLP}.{leaf}"]
-    else:
-        files[f"{MLP}.{leaf}"] = tensor
-    with pytest.raises(InvalidInput, match=words):
-        load_experts(open_checkpoint(write(files)), MLP)
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("shape", [(), (EXPERTS,), (EXPERTS, 1), (EXPERTS, 2)])
-def test_3d_experts_may_have_global_scales_of_their_own(write, shape, interleaved):
-    files = stacked(separate(), interleaved=interleaved)
-    factors = torch.rand(shape) + 0.5
-    files[f"{MLP}.gate_up_proj_weight_scale_2"] = factors
-    files[f"{MLP}.down_proj_weight_scale_2"] = torch.arange(1.0, EXPERTS + 1)
-    checkpoint = open_checkpoint(write(files))
-    got = load_experts(checkpoint, MLP, gate_up="interleaved" if interleaved else "halves")
-    right = factors.view(-1, 1) if factors.ndim < 2 else factors
-    assert torch.equal(got.w13_scale_2, right.expand(EXPERTS, 2))
-    assert got.w2_scale_2.tolist() == [[1.0], [2.0], [3.0]]
-    last = load_experts(checkpoint, MLP, experts=range(2, 3))
-    assert torch.equal(last.w13_scale_2, got.w13_scale_2[2:]) and last.w2_scale_2.tolist() == [[3.0]]
-
-
-@pytest.mark.parametrize("shape", [(HIDDEN,), (EXPERTS, HIDDEN), (EXPERTS, 1, HIDDEN)])
-def test_3d_experts_may_have_input_vectors(write, shape):
-    files = stacked(separate())
-    vector, inner = torch.rand(HIDDEN) + 0.5, torch.rand(EXPERTS, INTER) + 0.5
-    files[f"{MLP}.gate_up_proj_pre_quant_scale"] = vector.expand(shape)
-    files[f"{MLP}.down_proj_pre_quant_scale"] = inner
-    got = load_experts(open_checkpoint(write(files)), MLP)
-    assert torch.equal(got.pre_quant_scale, vector) and torch.equal(got.w2_pre_quant_scale, inner)
-
-
-def stack(name, experts, n, k):
-    """One projection of all experts, transposed, every code 1 and every scale 1."""
-    return {
-        name: torch.full((experts, k // 2, n), 0x22, dtype=torch.uint8),
-        f"{name}_weight_scale": torch.ones(experts, k // 16, n).to(torch.float8_e4m3fn),
-        f"{name}_weight_scale_2": torch.arange(1.0, experts + 1),
-    }
-
-
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        (("gate_up_proj", 3, 64, 96), (4, 96, 32)),
-        (("gate_up_proj", 3, 64, 96), (3, 64, 32)),
-        (("gate_up_proj", 3, 64, 96), (3, 96, 64)),
-        (("gate_up_proj", 3, 65, 96), (3, 96, 32)),
-        (("up_proj", 3, 64, 96), (3, 96, 32)),
-    ],
-    ids=["number", "hidden", "inner", "odd", "no gate"],
-)
-def test_3d_projections_that_do_not_fit_each_other_are_named(write, first, second):
-    role, *sizes = first
-    files = stack(f"{MLP}.{role}", *sizes) | stack(f"{MLP}.down_proj", *second)
-    with pytest.raises(InvalidInput, match=r"mlp\.experts: its two projections do not fit; got .* and U8"):
-        load_experts(open_checkpoint(write(files)), MLP)
-
-
-def test_3d_experts_without_a_gate_have_up_alone(write):
-    files = stack(f"{MLP}.up_proj", 3, 32, 64) | stack(f"{MLP}.down_proj", 3, 64, 32)
-    got = load_experts(open_checkpoint(write(files)), MLP)
-    assert not got.gated and got.w13.shape == (3, 32, 32) and got.w2.shape == (3, 64, 16)
-    assert got.w13_scale_2.tolist() == got.w2_scale_2.tolist() == [[1.0], [2.0], [3.0]]
-    assert torch.equal(first(got), torch.tensor([1.0, 2.0, 3.0]).double().view(3, 1, 1).expand(3, 32, 64))
-
-
-def test_a_bias_has_a_number_for_every_row_of_every_expert(write):
-    inter, hidden = 16, 96  # as many rows in all experts as an expert has columns
-    weights = {f"{MLP}.gate_up_proj": (2 * inter, hidden), f"{MLP}.down_proj": (hidden, inter)}
-    files = {}
-    for name, (n, k) in weights.items():
-        files[name] = torch.zeros(EXPERTS, k // 2, n, dtype=torch.uint8)
-        files[f"{name}_weight_scale"] = torch.ones(EXPERTS, k // 16, n).to(torch.float8_e4m3fn)
-        files[f"{name}_weight_scale_2"] = torch.tensor(1.0)
-        files[f"{name}_bias"] = torch.arange(EXPERTS * n).reshape(EXPERTS, n).float()
-    got = load_experts(open_checkpoint(write(files)), MLP)
-    assert torch.equal(got.w13_bias, files[f"{MLP}.gate_up_proj_bias"])
-    assert torch.equal(got.w2_bias, files[f"{MLP}.down_proj_bias"])
-    files[f"{MLP}.gate_up_proj_bias"] = torch.zeros(EXPERTS, hidden)
-    with pytest.raises(InvalidInput, match=r"wrong .*gate_up_proj_bias; got F32 \(3, 96\); expected 96 floating"):
-        load_experts(open_checkpoint(write(files, folder="wrong")), MLP)
 
 
 def test_an_input_vector_is_that_of_all_experts(write):
@@ -447,9 +278,3 @@ def test_a_layer_under_two_names_is_refused(write):
     tensors = separate() | modelopt(f"{MLP}.1.w3", INTER, HIDDEN, 99)
     with pytest.raises(InvalidInput, match=rf"{MLP}\.1 has a layer twice; got .*up_proj, w3"):
         load_experts(open_checkpoint(write(tensors)), MLP)
-
-
-@pytest.mark.parametrize("experts", [5, [0, 1], range(0, 4), range(2, 1), range(0, 3, 2), range(-1, 2)])
-def test_what_is_no_range_of_the_experts_is_refused(write, experts):
-    with pytest.raises(InvalidInput, match=r"wrong experts; got .*; expected a part of range\(3\)"):
-        load_experts(open_checkpoint(write(separate())), MLP, experts=experts)
