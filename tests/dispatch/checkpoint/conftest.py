@@ -16,7 +16,7 @@ def write(tmp_path):
 
 @pytest.fixture
 def qkv():
-    """Three parts with three global scales: the last two rows of a table of FORMATS' field cases."""
+    """q, k and v with a global scale each."""
     return {
         **modelopt(f"{ATTN}.q_proj", 64, 32, 1, factor=1e-3),
         **modelopt(f"{ATTN}.k_proj", 32, 32, 2, factor=2e-3),

@@ -1,4 +1,4 @@
-"""Experts stored as 3-D tensors: the order of their rows, global scales, biases, input vectors, and what does not fit."""
+"""Experts stored as 3-D tensors: the order of their rows, scales, biases, input vectors, and what does not fit."""
 
 import pytest
 import torch
