@@ -11,18 +11,12 @@ from nvfp4.testing.checkpoints import as_compressed_tensors, modelopt, write_che
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("untuned"),
     pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning"),
 ]
 
 N, K = 256, 512
 LAYOUTS = ["checkpoint", "fragment1-bf16", None]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def untuned(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NVFP4_DB", str(tmp_path_factory.mktemp("no") / "tuning.db"))
-        yield
 
 
 def tensors(seed, ct=False):

@@ -1,62 +1,23 @@
-"""The ops on a GPU: the real kernels behind them, streams, CUDA graphs and memory that is not clean."""
+"""The ops on a GPU, eagerly: the real kernels behind them, streams, threads and memory that is not clean."""
 
-import os
-import subprocess
-import sys
 import threading
 
 import nvfp4
 import pytest
 import torch
-from nvfp4.kernels import reference
 from nvfp4.kernels.weights.fragment import fragment_id
-from nvfp4.testing import assert_gemm_close
+
+from .gemm_case import Case, poison
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("untuned"),
     pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
-
 op = torch.ops.nvfp4.gemm
 SHAPES = [(128, 128), (256, 4096), (4096, 1024), (80, 48), (1056, 352)]  # N, K
-
-
-@pytest.fixture(scope="module", autouse=True)
-def untuned(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("NVFP4_DB", str(tmp_path_factory.mktemp("no") / "tuning.db"))
-        yield
-
-
-class Case:
-    def __init__(self, m, n, k, dtype=torch.bfloat16, device="cuda"):
-        torch.manual_seed(m + 3 * n + 7 * k)
-        self.weight, self.scale, self.gs = nvfp4.quantize(torch.randn(n, k, device=device))
-        self.packed = nvfp4.pack(self.weight, self.scale, self.gs, dtype=dtype)
-        self.x = torch.randn(m, k, device=device).to(dtype)
-        self.n, self.k, self.dtype = n, k, dtype
-
-    def check(self, got, x=None, gs=None, bias=None, pqs=None):
-        x = self.x if x is None else x
-        gs = self.gs if gs is None else gs
-        ref = reference.gemm(x, self.weight, self.scale, gs, bias, pqs, round_output=False)
-        assert_gemm_close(got.reshape(-1, self.n), ref.reshape(-1, self.n), k=self.k, dtype=self.dtype)
-
-
-def poison():
-    """Fill what the allocator will hand out next with NaN."""
-    blocks = [torch.full((size,), float("nan"), device="cuda") for size in (64, 1024, 1 << 16, 1 << 20, 1 << 24)]
-    blocks += [torch.full((size,), 0x7F, dtype=torch.uint8, device="cuda") for size in (512, 1 << 18, 1 << 22)]
-    torch.cuda.synchronize()
-    del blocks
-
-
-def run_in_fresh_process(code):
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=os.environ)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -249,175 +210,6 @@ def test_streams_at_once():
     for c, kept in zip(cases, results, strict=True):
         assert all(torch.equal(y, kept[0]) for y in kept)
         c.check(kept[0])
-
-
-def capture(call):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = call()
-    return graph, out
-
-
-@pytest.mark.parametrize("m", [1, 5, 16, 64, 300])
-def test_graph_replays(m):
-    c = Case(m, 256, 4096)
-    nvfp4.gemm(c.x, c.packed)
-    poison()
-    graph, out = capture(lambda: nvfp4.gemm(c.x, c.packed))
-    for seed in range(3):
-        torch.manual_seed(seed)
-        c.x.copy_(torch.randn(m, c.k))
-        out.fill_(float("nan"))
-        graph.replay()
-        torch.cuda.synchronize()
-        c.check(out)
-
-
-def test_graph_with_checkpoint_tensors_sees_a_new_global_scale():
-    c = Case(4, 256, 4096)
-    for gs in (c.gs.clone(), c.gs.clone().view(1)):  # 0-dim and 1-dim
-        nvfp4.gemm(c.x, c.weight, c.scale, gs)
-        graph, out = capture(lambda gs=gs: nvfp4.gemm(c.x, c.weight, c.scale, gs))
-        for factor in (1.0, 3.0, 0.125):
-            gs.copy_(c.gs * factor)
-            graph.replay()
-            torch.cuda.synchronize()
-            c.check(out, gs=gs)
-
-
-def test_two_graphs_on_two_streams_at_once():
-    # Small N and large K: what splits K and needs counters.
-    for m in (1, 8, 32):
-        first, second = Case(m, 128, 16384), Case(m, 256, 16384)
-        for c in (first, second):
-            nvfp4.gemm(c.x, c.packed)
-        # Several in a row, so that the two replays overlap.
-        graph_1, out_1 = capture(lambda c=first: [nvfp4.gemm(c.x, c.packed) for _ in range(40)])
-        graph_2, out_2 = capture(lambda c=second: [nvfp4.gemm(c.x, c.packed) for _ in range(40)])
-        torch.cuda.synchronize()
-        streams = torch.cuda.Stream(), torch.cuda.Stream()
-        for _ in range(20):
-            for y in out_1 + out_2:
-                y.fill_(float("nan"))
-            torch.cuda.synchronize()
-            for stream, graph in zip(streams, (graph_1, graph_2), strict=True):
-                with torch.cuda.stream(stream):
-                    graph.replay()
-            with torch.cuda.stream(torch.cuda.Stream()):
-                eager = nvfp4.gemm(first.x, first.packed)
-            torch.cuda.synchronize()
-            for outs, c in ((out_1, first), (out_2, second)):
-                assert all(torch.equal(y, outs[0]) for y in outs)
-                c.check(outs[0])
-            first.check(eager)
-
-
-def test_graphs_that_share_a_pool():
-    c = Case(8, 256, 8192)
-    nvfp4.gemm(c.x, c.packed)
-    pool = torch.cuda.graph_pool_handle()
-    graphs = []
-    for _ in range(3):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            out = nvfp4.gemm(c.x, c.packed)
-        graphs.append((graph, out))
-    for graph, out in graphs:
-        graph.replay()
-        torch.cuda.synchronize()
-        c.check(out)
-
-
-SETUP = """
-import torch, nvfp4
-w, s, g = nvfp4.quantize(torch.randn(256, 4096, device="cuda"))
-p = nvfp4.pack(w, s, g)
-x = torch.randn(64, 4096, device="cuda").bfloat16()
-def capture(m):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = nvfp4.gemm(x[:m], p)
-    return graph, y
-"""
-
-
-def test_first_call_inside_a_capture_raises():
-    code = """
-try:
-    capture(4)
-except nvfp4.NotWarm as error:
-    assert "nvfp4.warmup" in str(error), error
-else:
-    raise SystemExit("no error")
-y = nvfp4.gemm(x[:4], p)
-graph, again = capture(4)
-graph.replay()
-torch.cuda.synchronize()
-assert torch.equal(again, y)
-"""
-    run_in_fresh_process(SETUP + code)
-
-
-def test_after_warmup_every_m_can_be_captured():
-    code = """
-assert nvfp4.warmup(p) == 1
-for m in (1, 2, 17, 64):
-    graph, y = capture(m)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(y, nvfp4.gemm(x[:m], p)), m
-"""
-    run_in_fresh_process(SETUP + code)
-
-
-def test_after_one_eager_call_every_m_can_be_captured():
-    code = """
-nvfp4.gemm(x[:1], p)
-for m in (2, 17, 64):
-    graph, y = capture(m)
-    graph.replay()
-    torch.cuda.synchronize()
-    assert torch.equal(y, nvfp4.gemm(x[:m], p)), m
-"""
-    run_in_fresh_process(SETUP + code)
-
-
-def test_warmup_of_problems():
-    assert nvfp4.warmup([nvfp4.Problem(n=208, k=304), nvfp4.Problem(n=208, k=304, dtype="float16")]) == 2
-    c = Case(3, 208, 304)
-    graph, out = capture(lambda: nvfp4.gemm(c.x, c.packed))
-    graph.replay()
-    torch.cuda.synchronize()
-    c.check(out)
-
-
-def test_compile_fullgraph():
-    c = Case(300, 256, 512)
-    torch._dynamo.reset()
-    step = torch.compile(
-        lambda x: nvfp4.gemm(x, c.packed, bias=torch.zeros(c.n, device="cuda")),
-        fullgraph=True,
-        dynamic=True,
-        backend="aot_eager",
-    )
-    for m in (300, 1, 5, 0):
-        x = c.x[:m].clone()
-        y = step(x)
-        assert y.shape == (m, c.n)
-        if m:
-            c.check(y, x=x)
-
-
-@pytest.mark.slow
-def test_compile_reduce_overhead():
-    c = Case(8, 256, 8192)
-    nvfp4.warmup(c.packed)
-    torch._dynamo.reset()
-    step = torch.compile(lambda x: nvfp4.gemm(x + 0, c.packed) * 1, fullgraph=True, mode="reduce-overhead")
-    with torch.inference_mode():
-        for _ in range(5):  # eager warm-up, recording, replays
-            y = step(c.x).clone()
-            c.check(y)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
