@@ -1,9 +1,9 @@
 """Real checkpoints: what their configs say, what their tensors are, and one layer at a time from them."""
 
+from ...kernels.weights.shard import Shard, expert_range, shard_range
 from .checkpoint import Checkpoint, open_checkpoint
 from .experts import ExpertTensors, load_experts
 from .linear import LinearTensors, load_linear
-from .shard import Shard, expert_range, shard_range
 
 __all__ = [
     "Checkpoint",

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ...errors import InvalidInput, message
 from ...kernels.weights.codec import swap_nibbles as swap
+from ...kernels.weights.shard import Shard
 from .checkpoint import Checkpoint
 from .expert_sources import Half, Source, expert_source, part_of
-from .shard import Shard
 from .values import check_finite, check_pre_quant_scale, check_scale, same_pre_quant_scale
 
 __all__ = ["ExpertTensors", "load_experts"]

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from ...errors import InvalidInput, message
 from ...kernels.weights.codec import swap_nibbles
+from ...kernels.weights.shard import Shard
 from .checkpoint import Checkpoint, check_opened
 from .files import TensorFiles
 from .modules import CT, LinearInfo
 from .names import fused_parts
-from .shard import Shard
 from .values import check_finite, check_pre_quant_scale, check_scale, global_factor, same_pre_quant_scale
 
 __all__ = ["LinearTensors", "load_linear"]
