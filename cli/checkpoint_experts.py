@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
-from ..dispatch.checkpoint import Checkpoint, Shard
+import msgspec
+
+from ..dispatch.checkpoint import Checkpoint
 from ..dispatch.checkpoint.expert_sources import Source, expert_source
 from ..dispatch.checkpoint.files import listed
 from ..dispatch.checkpoint.names import in_layer_order, is_of_mtp, layer_number
 from ..errors import InvalidInput, Unsupported
-from ..kernels.problem import DTYPES, Problem
+from ..kernels.moe.model_config import MoeConfig
+from ..kernels.problem import Problem
+from ..tuner.experts_workload import problem_of_experts
 
 __all__ = ["ExpertLayers", "experts_of", "has_experts", "left_out_words"]
-
-T = TypeVar("T")
 
 SHOWN = 3
 
@@ -59,7 +60,7 @@ def experts_of(checkpoint: Checkpoint, *, tp: int, dtype: str) -> ExpertLayers:
             continue
         for words in _contradictions(checkpoint, source):
             contradicted.setdefault(words, []).append(name)
-        found = _problem(checkpoint, source, tp, dtype)
+        found = problem_of_experts(_said(checkpoint, source), _layer(name), gated=source.gated, tp=tp, dtype=dtype)
         if isinstance(found, Problem):
             problems[name] = found
         else:
@@ -69,39 +70,23 @@ def experts_of(checkpoint: Checkpoint, *, tp: int, dtype: str) -> ExpertLayers:
     return ExpertLayers(problems=problems, left_out=left_out)
 
 
-def _problem(checkpoint: Checkpoint, source: Source, tp: int, dtype: str) -> Problem | str:
-    """What the layer asks for; or why that is not known, and how the command line takes what is."""
-    layer = None if is_of_mtp(source.name) else layer_number(source.name)
-    said = checkpoint.config.model.moe
-    reasons: list[str] = []
+def _said(checkpoint: Checkpoint, source: Source) -> MoeConfig:
+    """What config.json says, with the sizes of the tensors."""
+    moe = checkpoint.config.model.moe
+    return msgspec.structs.replace(moe, experts=source.count, hidden=source.hidden, inter=source.inter)
 
-    def known(find: Callable[[], T]) -> T | None:
-        try:
-            return find()
-        except InvalidInput as error:
-            reasons.append(str(error))
-            return None
 
-    shard = Shard(rank=0, size=tp, how="row")  # as `load_experts` divides them
-    inter = known(lambda: shard.range(1, source.inter, "the inner size")[1].stop)
-    top_k = known(lambda: said.top_k_of(layer))
-    activation = known(lambda: said.activation_of(layer, gated=source.gated))
-    if inter is None or top_k is None or activation is None:
-        sizes = f"experts={source.count},top_k={top_k or '...'},hidden={source.hidden},inter={inter or '...'}"
-        option = "" if dtype == DTYPES[0] else f" --dtype {dtype}"
-        return f"{'; '.join(reasons)}; or name it: --moe {sizes},activation={activation or '...'}{option}"
-    return Problem(
-        op="moe", n=inter, k=source.hidden, dtype=dtype, experts=source.count, top_k=top_k, activation=activation
-    )
+def _layer(name: str) -> int | None:
+    return None if is_of_mtp(name) else layer_number(name)
 
 
 def _contradictions(checkpoint: Checkpoint, source: Source) -> list[str]:
     """Where config.json says another size, in words."""
-    model = checkpoint.config.model
+    moe = checkpoint.config.model.moe
     sizes = (
-        ("experts a layer", model.experts, source.count),
-        ("hidden", model.moe.hidden, source.hidden),
-        ("inter", model.moe.inter, source.inter),
+        ("experts a layer", moe.experts, source.count),
+        ("hidden", moe.hidden, source.hidden),
+        ("inter", moe.inter, source.inter),
     )
     return [
         f"config.json has {what} = {said}, but these experts' tensors have {there}"

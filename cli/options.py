@@ -121,7 +121,7 @@ def workload_options(command: F) -> F:
                 multiple=True,
                 type=click.Path(path_type=Path),
                 metavar="PATH",
-                help="A Hugging Face config.json, or the folder with it: its dense layers, fused as --model's.",
+                help="A Hugging Face config.json, or the folder with it: its layers and routed experts, as --model's.",
             ),
             checkpoint_option(multiple=True),
             fused_option,

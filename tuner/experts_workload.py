@@ -1,15 +1,18 @@
-"""Problems of experts: from text such as "experts=8,top_k=2,hidden=256,inter=128", and from a shipped model."""
+"""Problems of experts: from text such as "experts=8,top_k=2,hidden=256,inter=128", and from what a config says."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation
+from ..kernels.moe.model_config import MoeConfig
 from ..kernels.problem import DTYPES, Problem
 
 __all__ = ["parse_grouped", "parse_moe", "parse_problem", "problem_of_experts"]
+
+T = TypeVar("T")
 
 GROUP = 16  # weights per block scale
 MOE = "experts=8,top_k=2,hidden=256,inter=128,activation=swiglu"
@@ -69,30 +72,59 @@ def parse_problem(text: str, *, dtype: str = "bfloat16") -> Problem:
     return (parse_moe if names & {"hidden", "inter", "top_k"} else parse_grouped)(text, dtype=dtype)
 
 
-def problem_of_experts(
-    model: str, moe: Mapping[str, int | float | str | bool], *, tp: int, dtype: str
-) -> Problem | None:
-    """The routed experts of a shipped model on one tensor parallel rank: all of them, each with its share of `inter`.
+def problem_of_experts(said: MoeConfig, layer: int | None, *, gated: bool | None, tp: int, dtype: str) -> Problem | str:
+    """What one layer's experts ask for on a tensor parallel rank, all of them with a share of `inter` each.
 
-    None, with a warning, where that share is no multiple of 16. Constants of an activation change no problem.
+    Parameters
+    ----------
+    said
+        Of the layer's experts.
+    layer
+        Its number, where top_k or the activation are given one a layer.
+    gated
+        Whether the experts have a gate; None where only the activation tells.
+    tp
+        Tensor parallel size.
+
+    Returns
+    -------
+    The problem; or, where something is not known or cannot be divided, why, and how --moe takes what is known.
     """
-    inter = int(moe["inter"])
-    if inter % (tp * GROUP):
-        warnings.warn(
-            f"{model}: its experts are left out: {inter} rows are not divided over {tp} ranks in blocks of {GROUP}",
-            UserWarning,
-            stacklevel=3,
+    reasons: list[str] = []
+
+    def known(find: Callable[[], T]) -> T | None:
+        try:
+            return find()
+        except InvalidInput as error:
+            reasons.append(str(error))
+            return None
+
+    hidden = known(lambda: _part(said.hidden, "hidden size", 1))
+    inter = known(lambda: _part(said.inter, "inner size", tp))
+    top_k = known(lambda: said.top_k_of(layer))
+    name = known(lambda: said.activation_of(layer, gated=gated))
+    if hidden is None or inter is None or top_k is None or name is None:
+        sizes = f"experts={said.experts},top_k={top_k or '...'},hidden={hidden or '...'},inter={inter or '...'}"
+        option = "" if dtype == DTYPES[0] else f" --dtype {dtype}"
+        return f"{'; '.join(reasons)}; or name it: --moe {sizes},activation={name or '...'}{option}"
+    return Problem(op="moe", n=inter, k=hidden, dtype=dtype, experts=said.experts, top_k=top_k, activation=name)
+
+
+def _part(size: int, what: str, tp: int) -> int:
+    """A rank's share of a size, in whole blocks; InvalidInput where there is none."""
+    if size < 1:
+        raise InvalidInput(message(f"config.json does not say the {what} of its experts"))
+    if size % (tp * GROUP):
+        ranks = f"{tp} ranks" if tp > 1 else f"blocks of {GROUP}"
+        raise InvalidInput(
+            message(
+                f"the {what} cannot be divided over {ranks}",
+                got=f"{size}, or {size / tp:g} a rank" if tp > 1 else size,
+                expected=f"a multiple of {tp} x {GROUP}" if tp > 1 else f"a multiple of {GROUP}",
+                do="use fewer ranks" if tp > 1 else "",
+            )
         )
-        return None
-    return Problem(
-        op="moe",
-        n=inter // tp,
-        k=int(moe["hidden"]),
-        dtype=dtype,
-        experts=int(moe["experts"]),
-        top_k=int(moe["topk"]),
-        activation=activation(str(moe["activation"]).partition("(")[0]).name,
-    )
+    return size // tp
 
 
 def _fields(

@@ -1,14 +1,18 @@
-"""Dense linear layers of a Hugging Face config.json."""
+"""Layers of a model from its Hugging Face config.json: dense linears, and what it says about experts."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from ..errors import InvalidInput, message
+from ..kernels.moe.activations import activation
+from ..kernels.moe.model_config import MoeConfig, first_size, language_fields, read_moe_config
 from ..kernels.problem import DTYPES
+from .layer_kinds import layer_kinds
 from .workload import Linear
 
 __all__ = ["ModelShape", "read_config"]
@@ -16,105 +20,138 @@ __all__ = ["ModelShape", "read_config"]
 # Fields that reveal attention or layers whose linears have other shapes than Llama's.
 OTHER_KINDS = {
     "kv_lora_rank": "multi-head latent attention",
+    "o_lora_rank": "multi-head latent attention",
     "linear_num_value_heads": "linear attention layers",
     "mamba_num_heads": "state space layers",
     "mamba_d_state": "state space layers",
     "global_head_dim": "two kinds of attention heads",
 }
+# The inner size of dense MLPs, where experts have another.
+DENSE_INTER = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size")
+SHARED_INTER = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+ONE_SHARED = ("llama4", "llama4_text")  # models whose layers of experts have a shared one, which no field tells
+BESIDE = "enable_moe_block"  # Gemma 4: every layer has a dense MLP beside its experts
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
-    """What a config.json says about dense linears."""
+    """What a config.json says about a model's layers.
+
+    Attributes
+    ----------
+    linears
+        Dense ones, shared experts and projections around experts in a latent size included.
+    left_out
+        Kinds of layers that are not derived, in words; "" where all are.
+    moe
+        What is said about routed experts.
+    expert_layers
+        Numbers of the layers that have routed experts; none in a dense model.
+    """
 
     linears: tuple[Linear, ...]
+    left_out: str
     dtype: str
-    experts: int  # 0 for a dense model
+    moe: MoeConfig
+    expert_layers: tuple[int, ...]
 
 
 class _Config(msgspec.Struct, kw_only=True):
-    """The fields that are read; others may have any content."""
+    """The fields that are read of any model; others may have any content."""
 
     hidden_size: int
-    num_attention_heads: int
     vocab_size: int
-    intermediate_size: int | None = None
+    num_attention_heads: int | None = None
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     tie_word_embeddings: bool | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
-    num_experts: int | None = None
-    num_local_experts: int | None = None
-    n_routed_experts: int | None = None
-    moe_intermediate_size: int | None = None
-    shared_expert_intermediate_size: int | None = None
-    n_shared_experts: int | None = None
-    first_k_dense_replace: int | None = None
-    mlp_only_layers: list[int] | None = None
 
 
 def read_config(path: Path) -> ModelShape:
-    """Linears of a Llama- or Qwen-like model, lm_head included unless it is tied to the embedding.
+    """Layers of a model, lm_head included unless it is tied to the embedding; attention where it is like Llama's.
 
     Raises
     ------
     InvalidInput
-        The file cannot be read, lacks a field, or describes attention that is not derived here.
+        The file cannot be read, or lacks a field.
     """
     file = path / "config.json" if path.is_dir() else path
-    fix = "name the model (--model) or shapes (--shape N,K) instead"
     try:
-        raw: Any = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
-        inner = raw.get("text_config")  # multimodal models keep the language model's fields inside
-        fields = {**raw, **inner} if isinstance(inner, dict) else raw
-        other = sorted({kind for field, kind in OTHER_KINDS.items() if fields.get(field) is not None})
-        if other:
-            raise InvalidInput(message(f"{file} describes {', '.join(other)}", expected="plain attention", do=fix))
+        fields = language_fields(msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
         config = msgspec.convert(fields, _Config)
     except OSError as error:
         raise InvalidInput(
             message(f"{file} cannot be read", got=error, do="name a config.json or its folder")
         ) from error
     except msgspec.DecodeError as error:
+        fix = "name the model (--model) or shapes (--shape N,K) instead"
         raise InvalidInput(message(f"{file} is no model description", got=error, do=fix)) from error
     dtype = (config.dtype or config.torch_dtype or "").removeprefix("torch.")
+    moe = read_moe_config(fields)
+    kinds = layer_kinds(fields) if moe.experts else ()
+    other = sorted({kind for field, kind in OTHER_KINDS.items() if fields.get(field) is not None})
+    if min(config.hidden_size, config.vocab_size) < 1:
+        raise InvalidInput(message("sizes of the model", got=config, expected="positive numbers"))
+    linears = [] if other else _attention(config)
+    if not kinds or "dense" in kinds or fields.get(BESIDE):
+        linears += _dense(fields, config.hidden_size)
+    if "experts" in kinds:
+        linears += _around_experts(fields, moe, config.hidden_size)
+    if not config.tie_word_embeddings:
+        linears.append(Linear(name="lm_head", n=config.vocab_size, k=config.hidden_size, shard="column"))
     return ModelShape(
-        linears=tuple(_linears(config)), dtype=dtype if dtype in DTYPES else DTYPES[0], experts=_experts(config)
+        linears=tuple(linears),
+        left_out=", ".join(other),
+        dtype=dtype if dtype in DTYPES else DTYPES[0],
+        moe=moe,
+        expert_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "experts"),
     )
 
 
-def _experts(config: _Config) -> int:
-    return config.num_experts or config.num_local_experts or config.n_routed_experts or 0
-
-
-def _linears(config: _Config) -> list[Linear]:
-    heads, hidden = config.num_attention_heads, config.hidden_size
+def _attention(config: _Config) -> list[Linear]:
+    heads, hidden = config.num_attention_heads or 0, config.hidden_size
     kv_heads = config.num_key_value_heads or heads
     head_dim = config.head_dim or (hidden // heads if heads > 0 else 0)
-    if min(hidden, heads, kv_heads, head_dim, config.vocab_size) < 1:
+    if min(heads, kv_heads, head_dim) < 1:
         raise InvalidInput(message("sizes of the model", got=config, expected="positive numbers"))
     rows = (heads + 2 * kv_heads) * head_dim
-    linears = [
+    return [
         Linear(name="qkv_proj", n=rows, k=hidden, shard="column", kv_heads=kv_heads, head_dim=head_dim),
         Linear(name="o_proj", n=hidden, k=heads * head_dim, shard="row"),
     ]
-    dense = not _experts(config) or config.first_k_dense_replace or config.mlp_only_layers
-    if dense:
-        if not config.intermediate_size:
-            raise InvalidInput(message("intermediate_size", got=config.intermediate_size, expected="a positive number"))
-        linears += _mlp("mlp", hidden, config.intermediate_size)
-    shared = config.shared_expert_intermediate_size or (
-        (config.n_shared_experts or 0) * (config.moe_intermediate_size or 0)
-    )
-    if shared:
-        linears += _mlp("shared_expert", hidden, shared)
-    if not config.tie_word_embeddings:
-        linears.append(Linear(name="lm_head", n=config.vocab_size, k=hidden, shard="column"))
+
+
+def _dense(fields: Mapping[str, object], hidden: int) -> list[Linear]:
+    inter = first_size(fields, DENSE_INTER)
+    if not inter:
+        raise InvalidInput(
+            message("intermediate_size", got=fields.get("intermediate_size"), expected="a positive number")
+        )
+    return _mlp("mlp", hidden, inter, read_moe_config(fields))
+
+
+def _around_experts(fields: Mapping[str, object], moe: MoeConfig, hidden: int) -> list[Linear]:
+    """Dense linears of layers with experts: the shared ones, and projections to and from a latent size."""
+    size, count = first_size(fields, SHARED_INTER), first_size(fields, SHARED_COUNT)
+    one = bool(size) or fields.get("model_type") in ONE_SHARED
+    inter = (size or moe.inter) * (count or one)
+    linears = _mlp("shared_expert", hidden, inter, moe) if inter else []
+    if moe.hidden not in (0, hidden):
+        linears.append(Linear(name="latent_down_proj", n=moe.hidden, k=hidden, shard="replicated"))
+        kimi = fields.get("routed_expert_hidden_size")
+        linears.append(Linear(name="latent_up_proj", n=hidden, k=moe.hidden, shard="column" if kimi else "replicated"))
     return linears
 
 
-def _mlp(prefix: str, hidden: int, inter: int) -> list[Linear]:
+def _mlp(prefix: str, hidden: int, inter: int, moe: MoeConfig) -> list[Linear]:
+    try:
+        gated = activation(moe.activation_of(None, gated=None)).gated
+    except InvalidInput:
+        gated = True  # an activation that experts cannot have, or none
+    first, rows = ("gate_up_proj", 2 * inter) if gated else ("up_proj", inter)
     return [
-        Linear(name=f"{prefix}.gate_up_proj", n=2 * inter, k=hidden, shard="column"),
+        Linear(name=f"{prefix}.{first}", n=rows, k=hidden, shard="column"),
         Linear(name=f"{prefix}.down_proj", n=hidden, k=inter, shard="row"),
     ]

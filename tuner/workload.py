@@ -12,6 +12,7 @@ from typing import Literal
 import msgspec
 
 from ..errors import InvalidInput, message
+from ..kernels.moe.model_config import MoeConfig
 from ..kernels.problem import DTYPES, Problem
 from .experts_workload import problem_of_experts
 
@@ -56,12 +57,22 @@ class Linear(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int | None = None
 
 
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """Routed experts of a model's layers."""
+
+    experts: int
+    topk: int
+    hidden: int
+    inter: int
+    activation: str  # with its constants in brackets
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """One entry of models.json; its other fields are for people."""
 
     model: str
     linears: tuple[Linear, ...]
-    moe: dict[str, int | float | str | bool] | None = None
+    moe: Experts | None = None
     note: str = ""
 
 
@@ -101,8 +112,21 @@ def problems_of_model(name: str, *, tp: int = 1, dtype: str = "bfloat16") -> lis
         )
     plain = [linear for linear in model.linears if "(grouped" not in linear.name]  # those are several small matmuls
     found = problems_of_linears(plain, tp=tp, dtype=dtype)
-    experts = problem_of_experts(model.model, model.moe, tp=tp, dtype=dtype) if model.moe is not None else None
-    return found if experts is None else [*found, experts]
+    if model.moe is None:
+        return found
+    name = model.moe.activation.partition("(")[0]  # constants change no problem
+    said = MoeConfig(
+        top_k=(model.moe.topk,),
+        activation=name,
+        experts=model.moe.experts,
+        hidden=model.moe.hidden,
+        inter=model.moe.inter,
+    )
+    experts = problem_of_experts(said, None, gated=None, tp=tp, dtype=dtype)
+    if isinstance(experts, Problem):
+        return [*found, experts]
+    warnings.warn(f"{model.model}: its experts are left out: {experts}", UserWarning, stacklevel=2)
+    return found
 
 
 def _resolve(name: str) -> str:
@@ -125,14 +149,6 @@ def _resolve(name: str) -> str:
             expected=f"one like {', '.join(names[low] for low in close)}" if close else None,
             do="see `nvfp4 tune --list-models`, or name the model's config.json or shapes (--shape N,K) instead",
         )
-    )
-
-
-def _warn_experts(what: str) -> None:
-    warnings.warn(
-        f"{what}: its expert layers are left out, only dense linears are taken; name them with --moe",
-        UserWarning,
-        stacklevel=3,
     )
 
 
@@ -203,20 +219,35 @@ def _divide(linear: Linear, what: str, size: int, tp: int, unit: int) -> int:
 def problems_of_config(path: str | Path, *, tp: int = 1, dtype: str | None = None) -> list[Problem]:
     """The problems of a model described by a Hugging Face config.json (a file, or the folder that holds it).
 
-    Fields of Llama- and Qwen-like models are understood. Of a mixture of experts only the dense linears are taken
-    (a warning says so). `dtype=None` takes the config's own, or bfloat16 when it is neither bfloat16 nor float16.
+    Its dense layers, shared experts among them, fused as serving engines run them, and its routed experts last. A
+    warning says what is left out: attention that is not like Llama's, and experts of which the config does not tell
+    all. `dtype=None` takes the config's own, or bfloat16 when it is neither bfloat16 nor float16.
 
     Raises
     ------
     InvalidInput
-        The file cannot be read, lacks a field, or describes attention that is not derived here.
+        The file cannot be read or lacks a field, or a dense layer cannot be split `tp` ways.
     """
     from .hf_config import read_config
 
     config = read_config(Path(path))
-    if config.experts:
-        _warn_experts(str(path))
-    return problems_of_linears(config.linears, tp=tp, dtype=dtype or config.dtype)
+    dtype = dtype or config.dtype
+    found = problems_of_linears(config.linears, tp=tp, dtype=dtype)
+    if config.left_out:
+        words = "linears outside MLPs, experts and the head are left out; name them: --shape N,K"
+        warnings.warn(f"{path} describes {config.left_out}: {words}", UserWarning, stacklevel=2)
+    left_out: dict[str, list[int]] = {}
+    for layer in config.expert_layers:
+        experts = problem_of_experts(config.moe, layer, gated=None, tp=tp, dtype=dtype)
+        if isinstance(experts, Problem):
+            found.append(experts)
+        else:
+            left_out.setdefault(experts, []).append(layer)
+    for reason, layers in left_out.items():
+        count = len(config.expert_layers)
+        where = "" if len(layers) == count else f" in {len(layers)} of {count} layers"
+        warnings.warn(f"{path}: its experts{where} are left out: {reason}", UserWarning, stacklevel=2)
+    return list(dict.fromkeys(found))
 
 
 def parse_shape(text: str, *, dtype: str = "bfloat16") -> Problem:

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...errors import InvalidInput, Unsupported, message
+from ...kernels.moe.model_config import language_fields, read_moe_config
 from .compressed import CompressedTensorsRules
-from .moe_config import read_moe_config
 from .rules import Answer, ModelOptRules, NoRules, Rules
 from .structs import CtConfig, HfQuantFile, ModelConfig, ModelOptConfig
 
@@ -25,7 +25,6 @@ MODELOPT_METHODS = ("modelopt", "modelopt_fp4", "modelopt_mixed", "nvfp4")
 FIELD_TYPES: dict[str, type] = {
     **dict.fromkeys(("model_type", "dtype", "torch_dtype"), str),
     **dict.fromkeys(("num_hidden_layers", "num_attention_heads", "num_key_value_heads"), int),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), int),
     "tie_word_embeddings": bool,
     "quantization_config": dict,
 }
@@ -119,10 +118,7 @@ def _read_model(file: Path) -> ModelConfig:
     if not file.exists():
         return ModelConfig()
     raw = _decode(file, dict[str, Any])
-    text = raw.get("text_config")
-    # The language model's own fields are inside; what quantises it may be in either place.
-    inner = {key: value for key, value in text.items() if value is not None} if isinstance(text, dict) else {}
-    fields = {**raw, **inner}
+    fields = language_fields(raw)  # what quantises the model may be in either place
     # Some models have one value per layer where others have one: what is of another type is not known.
     known = {name: fields[name] for name, kind in FIELD_TYPES.items() if type(fields.get(name)) is kind}
     return msgspec.structs.replace(_convert(known, ModelConfig, file), moe=read_moe_config(fields))

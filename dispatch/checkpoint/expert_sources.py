@@ -120,7 +120,7 @@ class Separate:
         self._experts = checkpoint.experts[name]
         self.name = name
         elsewhere = _numbers(name, (*checkpoint.broken, *checkpoint.foreign))
-        self.count = max(1 + max((*self._experts, *elsewhere)), checkpoint.config.model.experts)
+        self.count = max(1 + max((*self._experts, *elsewhere)), checkpoint.config.model.moe.experts)
         first = self._roles(min(self._experts))
         self.gated = any("gate" in self._roles(expert) for expert in self._experts)
         any_of = first.get("up") or first.get("gate")

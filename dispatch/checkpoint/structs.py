@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from .moe_config import MoeConfig
+from ...kernels.moe.model_config import MoeConfig
 
 __all__ = ["CtArgs", "CtConfig", "CtGroup", "HfQuantFile", "LayerQuantization", "ModelConfig", "ModelOptConfig"]
 
@@ -78,13 +78,5 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     tie_word_embeddings: bool | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
-    num_experts: int | None = None
-    num_local_experts: int | None = None
-    n_routed_experts: int | None = None
     quantization_config: dict[str, Any] | None = None
     moe: MoeConfig = MoeConfig()
-
-    @property
-    def experts(self) -> int:
-        """Of one layer; 0 when the config does not say."""
-        return self.num_experts or self.num_local_experts or self.n_routed_experts or 0

@@ -155,15 +155,6 @@ def test_the_text_part_of_a_multimodal_config(tmp_path):
     assert len(problems_of_config(tmp_path)) == 5
 
 
-def test_of_a_mixture_of_experts_only_dense_linears_are_taken(tmp_path):
-    folder = write(tmp_path, num_experts=8, moe_intermediate_size=64, shared_expert_intermediate_size=128)
-    with pytest.warns(UserWarning, match="expert layers are left out"):
-        assert sizes(problems_of_config(folder)) == [(384, 256), (256, 256), (256, 128), (1000, 256)]
-    with pytest.warns(UserWarning):
-        dense_first = problems_of_config(write(tmp_path, n_routed_experts=8, first_k_dense_replace=1))
-    assert (1024, 256) in sizes(dense_first)
-
-
 @pytest.mark.parametrize(
     ("text", "match"),
     [
@@ -173,7 +164,6 @@ def test_of_a_mixture_of_experts_only_dense_linears_are_taken(tmp_path):
         (b"{}", "hidden_size"),
         (json.dumps({**LLAMA, "hidden_size": "big"}).encode(), "hidden_size"),
         (json.dumps({**LLAMA, "num_attention_heads": 0}).encode(), "expected positive numbers"),
-        (json.dumps({**LLAMA, "kv_lora_rank": 512}).encode(), "latent attention"),
         (json.dumps({**LLAMA, "intermediate_size": None}).encode(), "intermediate_size"),
     ],
 )

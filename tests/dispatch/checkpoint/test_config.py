@@ -325,3 +325,9 @@ def test_a_pattern_that_is_none_is_named(read, pattern, where):
     inner = ct(group | {"targets": [pattern]}) if where == "targets" else ct(group, ignore=[pattern])
     with pytest.raises(InvalidInput, match=f"config.json: this is no pattern; got '{re.escape(pattern)}': "):
         read(inner=inner)
+
+
+def test_what_is_said_about_experts_is_read_from_the_language_model(read):
+    text = {"num_experts_per_tok": 8, "num_experts": 4}
+    found = read(hidden_act="silu", num_experts_per_tok=1, text_config=text).model.moe
+    assert (found.top_k, found.activation, found.experts) == ((8,), "silu", 4)

@@ -1,4 +1,4 @@
-"""What config.json says about experts and their tensors do not: top_k and the activation; and the sizes it claims."""
+"""What a Hugging Face config.json says about experts: top_k and the activation, which no tensor tells, and sizes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import TypeVar
 import msgspec
 
 from ...errors import InvalidInput, message
-from ...kernels.moe.activations import activation
+from .activations import activation
 
-__all__ = ["MoeConfig", "read_moe_config"]
+__all__ = ["MoeConfig", "first_size", "language_fields", "read_moe_config"]
 
 T = TypeVar("T")
 
@@ -21,6 +21,7 @@ TOP_K = (
 )
 ACTIVATION = ("mlp_hidden_act", "hidden_act", "hidden_activation")
 LIMITS = "swiglu_limits"  # Step: a layer with a limit has swiglustep, the others silu
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 HIDDEN = ("moe_latent_size", "routed_expert_hidden_size", "hidden_size")
 INTER = ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size")
 
@@ -49,6 +50,8 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
         As the config spells it, but for models whose experts compute another.
     limits
         One a layer: of the activation, None or 0 for no limit.
+    experts
+        Of one layer.
     hidden, inter
         Sizes of an expert, which its tensors may contradict.
     """
@@ -56,6 +59,7 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     top_k: tuple[int, ...] = ()
     activation: str = ""
     limits: tuple[float | None, ...] = ()
+    experts: int = 0
     hidden: int = 0
     inter: int = 0
 
@@ -76,8 +80,8 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
             )  # fmt: skip
         return found
 
-    def activation_of(self, layer: int | None, *, gated: bool) -> str:
-        """The activation of the experts of a layer, as `nvfp4.moe` calls it.
+    def activation_of(self, layer: int | None, *, gated: bool | None) -> str:
+        """The activation of the experts of a layer, as `nvfp4.moe` calls it; gated=None takes one with or without.
 
         Raises
         ------
@@ -92,7 +96,7 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
                         expected=f"one of {', '.join(ACTIVATION)}")
             )  # fmt: skip
         kind = activation(NAMES.get(name, name))
-        if kind.gated != gated:
+        if gated is not None and kind.gated != gated:
             raise InvalidInput(
                 message(
                     f"the activation of config.json, {name}, does not suit its experts",
@@ -108,20 +112,34 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return "swiglustep" if _of_layer(self.limits, layer) else "swiglu"
 
 
+def language_fields(raw: Mapping[str, object]) -> dict[str, object]:
+    """The fields of a config.json; where those of the language model are inside, in text_config, they count."""
+    text = raw.get("text_config")
+    inner = {str(key): value for key, value in text.items() if value is not None} if isinstance(text, dict) else {}
+    return {**raw, **inner}
+
+
 def read_moe_config(fields: Mapping[str, object]) -> MoeConfig:
-    """From the fields of a config.json, the language model's; what is of another type than expected is not known."""
+    """From the fields of the language model; what is of another type than expected is not known."""
     top_k, limits = _first(fields, TOP_K), fields.get(LIMITS)
     name = MODELS.get(str(fields.get("model_type"))) or _first(fields, ACTIVATION)
-    hidden, inter = _first(fields, HIDDEN), _first(fields, INTER)
     return MoeConfig(
         top_k=tuple(one for one in (top_k if isinstance(top_k, list) else [top_k]) if type(one) is int),
         activation=name if isinstance(name, str) else "",
         limits=tuple(one if isinstance(one, int | float) else None for one in limits)
         if isinstance(limits, list)
         else (),
-        hidden=hidden if type(hidden) is int else 0,
-        inter=inter if type(inter) is int else 0,
+        experts=first_size(fields, EXPERTS),
+        hidden=first_size(fields, HIDDEN),
+        inter=first_size(fields, INTER),
     )
+
+
+def first_size(fields: Mapping[str, object], names: Sequence[str]) -> int:
+    """The first of these fields that is there and not 0: a number, or one a layer where all are alike; else 0."""
+    found = next((fields[name] for name in names if fields.get(name)), 0)
+    values = found if isinstance(found, list) else [found]
+    return values[0] if type(values[0]) is int and values[0] > 0 and values.count(values[0]) == len(values) else 0
 
 
 def _first(fields: Mapping[str, object], names: Sequence[str]) -> object:

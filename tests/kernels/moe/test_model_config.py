@@ -1,11 +1,8 @@
-"""top_k and the activation of experts, from the fields that real configs have."""
-
-import json
+"""What configs say about experts, from the fields that real ones have."""
 
 import pytest
-from nvfp4.dispatch.checkpoint.config import read_quant_config
-from nvfp4.dispatch.checkpoint.moe_config import MoeConfig, read_moe_config
 from nvfp4.errors import InvalidInput
+from nvfp4.kernels.moe.model_config import MoeConfig, language_fields, read_moe_config
 
 
 @pytest.mark.parametrize(
@@ -58,12 +55,10 @@ def test_activations_that_the_op_does_not_have_are_named():
         read_moe_config({"hidden_act": "relu2"}).activation_of(0, gated=True)
 
 
-def test_the_language_models_fields_count(tmp_path):
+def test_the_language_models_fields_count():
     text = {"num_experts_per_tok": 8, "hidden_act": None, "moe_intermediate_size": 32}
-    outer = {"hidden_act": "silu", "num_experts_per_tok": 1, "hidden_size": 64, "text_config": text}
-    (tmp_path / "config.json").write_text(json.dumps(outer))
-    expected = MoeConfig(top_k=(8,), activation="silu", hidden=64, inter=32)
-    assert read_quant_config(tmp_path).model.moe == expected
+    fields = language_fields({"hidden_act": "silu", "num_experts_per_tok": 1, "hidden_size": 64, "text_config": text})
+    assert read_moe_config(fields) == MoeConfig(top_k=(8,), activation="silu", hidden=64, inter=32)
 
 
 @pytest.mark.parametrize(
@@ -71,10 +66,28 @@ def test_the_language_models_fields_count(tmp_path):
     [
         ({"hidden_size": 64, "moe_latent_size": 32, "intermediate_size": 96}, (32, 96)),
         ({"hidden_size": 64, "routed_expert_hidden_size": 48, "moe_intermediate_size": 16}, (48, 16)),
-        ({"hidden_size": 64, "moe_intermediate_size": [16, 16], "intermediate_size": 96}, (64, 0)),
+        ({"hidden_size": 64, "moe_intermediate_size": [16, 16], "intermediate_size": 96}, (64, 16)),
+        ({"hidden_size": 64, "moe_intermediate_size": [16, 32], "intermediate_size": 96}, (64, 0)),
+        ({"hidden_size": "64", "moe_intermediate_size": None, "intermediate_size": 96.0}, (0, 0)),
         ({}, (0, 0)),
     ],
 )
 def test_sizes_that_a_config_claims(fields, sizes):
     config = read_moe_config(fields)
     assert (config.hidden, config.inter) == sizes
+
+
+@pytest.mark.parametrize(
+    ("fields", "experts"),
+    [
+        ({"num_experts": 128}, 128),
+        ({"num_local_experts": 8}, 8),
+        ({"num_experts": None, "n_routed_experts": 256}, 256),
+        ({"moe_num_experts": 64}, 64),
+        ({"num_experts": [16, 16]}, 16),
+        ({"num_local_experts": 0}, 0),
+        ({}, 0),
+    ],
+)
+def test_the_number_of_experts_has_several_names(fields, experts):
+    assert read_moe_config(fields).experts == experts
