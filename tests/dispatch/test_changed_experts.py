@@ -3,6 +3,7 @@
 import nvfp4
 import pytest
 import torch
+from nvfp4.dispatch import table
 
 from .moe_calls import WEIGHTS, close, given, known, op, shifted
 
@@ -34,7 +35,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("weight", ["w13", "w2"])
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_tensor_at_the_address_of_a_weight(moe_launches, name, weight):
+def test_another_tensor_at_the_address_of_a_weight_is_refused(moe_launches, name, weight):
     _, tensors = given()
     known(tensors)
     count, wrong = len(moe_launches), REFUSED[name](tensors[weight])
@@ -58,7 +59,7 @@ def test_another_tensor_at_the_address_of_a_weight(moe_launches, name, weight):
     ],
     ids=["transpose_", "resize_", "unsqueeze_", "set_", "swap_tensors"],
 )
-def test_weight_reshaped_in_place(moe_launches, change, weight):
+def test_a_weight_reshaped_in_place_is_refused(moe_launches, change, weight):
     _, tensors = given()
     known(tensors)
     count = len(moe_launches)
@@ -69,7 +70,7 @@ def test_weight_reshaped_in_place(moe_launches, change, weight):
 
 
 @pytest.mark.parametrize("weight", ["w13", "w2"])
-def test_data_of_a_parameter_exchanged_for_other_values(weight):
+def test_data_of_a_parameter_exchanged_for_other_values_is_seen(weight):
     _, tensors = given()
     tensors[weight] = torch.nn.Parameter(tensors[weight], requires_grad=False)
     known(tensors)
@@ -80,7 +81,7 @@ def test_data_of_a_parameter_exchanged_for_other_values(weight):
 @pytest.mark.parametrize("first", [False, True], ids=["known", "first"])
 @pytest.mark.parametrize("offset", [0, 64], ids=["whole", "view"])
 @pytest.mark.parametrize("name", sorted(given(27)[1].keys() - {"limit", "alpha", "beta"}))
-def test_memory_that_was_freed(moe_launches, name, offset, first):
+def test_memory_that_was_freed_is_refused(moe_launches, name, offset, first):
     _, tensors = given(27)
     for key, t in tensors.items():
         if isinstance(t, torch.Tensor):
@@ -110,7 +111,7 @@ def test_a_weight_off_its_boundary_is_refused(moe_launches, weight):
     assert len(moe_launches) == count
 
 
-def test_block_scales_exchanged(moe_launches):
+def test_exchanged_block_scales_are_seen(moe_launches):
     _, tensors = given()
     known(tensors)
     for name in ("w13_scale", "w2_scale"):
@@ -126,7 +127,7 @@ def test_block_scales_exchanged(moe_launches):
                 op(**tensors | {name: wrong})
 
 
-def test_global_scales_exchanged(moe_launches):
+def test_exchanged_global_scales_are_seen(moe_launches):
     _, tensors = given()
     known(tensors)
     rows = torch.rand(9) + 0.5
@@ -150,7 +151,7 @@ def test_global_scales_exchanged(moe_launches):
         op(**tensors | {"w2_scale_2": halves})
 
 
-def test_vectors_that_come_and_go(moe_launches):
+def test_vectors_that_come_and_go_are_seen(moe_launches):
     _, tensors = given()
     _, full = given(27)
     vectors = {name: full[name] for name in ("w13_bias", "w2_bias", "pre_quant_scale", "w2_pre_quant_scale")}
@@ -181,7 +182,7 @@ def test_vectors_that_come_and_go(moe_launches):
             op(**tensors | wrong)
 
 
-def test_tokens_that_do_not_fit(moe_launches):
+def test_tokens_that_do_not_fit_are_refused(moe_launches):
     _, tensors = given()
     known(tensors)
     count = len(moe_launches)
@@ -203,7 +204,7 @@ def test_tokens_that_do_not_fit(moe_launches):
     assert empty.shape == (0, 64) and len(moe_launches) == count
 
 
-def test_x_and_its_routing_in_other_forms(moe_launches):
+def test_x_and_its_routing_in_other_forms_give_the_same(moe_launches):
     _, tensors = given(m=4)
     right = known(tensors)
     x, ids, weights = tensors["x"], tensors["topk_ids"], tensors["topk_weights"]
@@ -250,3 +251,49 @@ def test_other_devices_reach_no_kernel(moe_launches):
             with pytest.raises(nvfp4.InvalidInput, match="not where x is"):
                 op(**tensors | {name: tensor.to("meta")})
     assert len(moe_launches) == count
+
+
+def test_ids_and_addresses_that_are_used_again_do_not_matter():
+    # Every tensor of a round is freed, and the next round has other ones on the same memory, often under the same ids.
+    _, tensors = given()
+    right, memory, seen = known(tensors), tensors["w13"].flatten(), set()
+    for i in range(40):
+        w13 = memory.view(4, 64, 32) if i % 2 else memory.view(torch.int8).view(4, 64, 32)
+        w2 = tensors["w2"].clone() if i % 3 else tensors["w2"].clone().transpose(1, 2).contiguous().transpose(1, 2)
+        seen.add(id(w13))
+        if i % 2 and i % 3:
+            assert torch.equal(op(**tensors | {"w13": w13, "w2": w2}), right)
+        else:
+            with pytest.raises(nvfp4.InvalidInput):
+                op(**tensors | {"w13": w13, "w2": w2})
+        del w13, w2
+    assert len(seen) < 40
+
+
+def test_one_tensor_may_be_in_two_places():
+    _, tensors = given()
+    factors = torch.rand(4, 1) + 0.5
+    tensors |= {"w13_scale_2": factors, "w2_scale_2": factors}
+    for _ in range(3):
+        close(tensors, op(**tensors))
+
+
+def test_options_are_compared():
+    _, tensors = given()
+    table.clear()  # other activations are other problems
+    for _ in range(3):
+        results = [
+            op(**tensors | options)
+            for options in ({}, {"limit": 0.01}, {"activation": "geglu"}, {"activation": "swigluoai"}, {"inter": 32})
+        ]
+        assert torch.equal(results[0], results[4])
+        assert not any(torch.equal(results[0], other) for other in results[1:4])
+        for wrong, text in (
+            ({"inter": 48}, "wrong inter"),
+            ({"activation": "relu2"}, "relu2"),
+            ({"alpha": 1.0}, "alpha"),
+            ({"apply_router_weight_on_input": True}, "top_k"),
+            ({"w13_layout": "fragment1-bf16-glu", "w2_layout": "fragment1-bf16", "inter": 32}, "fragment1-bf16"),
+        ):
+            with pytest.raises(nvfp4.InvalidInput, match=text):
+                op(**tensors | wrong)

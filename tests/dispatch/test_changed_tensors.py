@@ -39,7 +39,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_another_tensor_at_the_address_of_the_weight(exact, square, name):
+def test_another_tensor_at_the_address_of_the_weight_is_refused(exact, square, name):
     c = square
     known(c)
     launches = len(exact.launches)
@@ -53,7 +53,7 @@ def test_another_tensor_at_the_address_of_the_weight(exact, square, name):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_data_of_the_weight_exchanged_for_another_view_of_it(exact, square, name):
+def test_data_of_the_weight_exchanged_for_another_view_of_it_is_refused(exact, square, name):
     c = square
     known(c)
     c.weight.data = REFUSED[name](c.weight.data)
@@ -74,7 +74,7 @@ def test_data_of_the_weight_exchanged_for_another_view_of_it(exact, square, name
     ],
     ids=["t_", "resize_ smaller", "resize_ larger", "unsqueeze_", "set_", "as_strided_", "swap_tensors"],
 )
-def test_weight_reshaped_in_place(exact, square, change):
+def test_a_weight_reshaped_in_place_is_refused(exact, square, change):
     c = square
     known(c)
     launches = len(exact.launches)
@@ -84,7 +84,7 @@ def test_weight_reshaped_in_place(exact, square, change):
     assert len(exact.launches) == launches
 
 
-def test_data_of_a_parameter_exchanged_for_other_values(exact, case):
+def test_data_of_a_parameter_exchanged_for_other_values_is_seen(exact, case):
     c, other = case(), case(m=4)
     c.weight = torch.nn.Parameter(c.weight, requires_grad=False)
     assert torch.equal(known(c), c.ref)
@@ -95,7 +95,7 @@ def test_data_of_a_parameter_exchanged_for_other_values(exact, case):
 @pytest.mark.parametrize("offset", [0, 64], ids=["whole", "view"])
 @pytest.mark.parametrize("first", [False, True], ids=["known", "first"])
 @pytest.mark.parametrize("name", ["x", "weight", "weight_scale", "weight_scale_2", "bias", "pre_quant_scale"])
-def test_memory_that_was_freed(exact, case, name, first, offset):
+def test_memory_that_was_freed_is_refused(exact, case, name, first, offset):
     c = case()
     tensors = {"x": c.x, "weight": c.weight, "weight_scale": c.scale, "weight_scale_2": c.gs}
     if name in ("bias", "pre_quant_scale"):
@@ -116,7 +116,7 @@ def test_memory_that_was_freed(exact, case, name, first, offset):
     assert op(**tensors).shape == (3, c.n)
 
 
-def test_out_whose_memory_was_freed(exact, case):
+def test_out_whose_memory_was_freed_is_refused(exact, case):
     c = case()
     out = torch.empty_like(c.ref)
     out.untyped_storage().resize_(0)
@@ -124,7 +124,7 @@ def test_out_whose_memory_was_freed(exact, case):
         nvfp4.gemm(c.x, c.weight, c.scale, c.gs, out=out)
 
 
-def test_ids_and_addresses_are_used_again(exact, square):
+def test_ids_and_addresses_that_are_used_again_do_not_matter(exact, square):
     # Every tensor of a round is freed, and the next round has other ones on the same memory, often under the same ids.
     c = square
     memory = c.weight.clone().flatten()
@@ -143,7 +143,7 @@ def test_ids_and_addresses_are_used_again(exact, square):
     assert len(ids) < 40
 
 
-def test_scale_exchanged(exact, square, case):
+def test_an_exchanged_scale_is_seen(exact, square, case):
     c, other = square, case(m=4, n=64, k=128)
     known(c)
     assert torch.equal(nvfp4.gemm(c.x, c.weight, other.scale, c.gs), reference.gemm(c.x, c.weight, other.scale, c.gs))
@@ -154,7 +154,7 @@ def test_scale_exchanged(exact, square, case):
             nvfp4.gemm(c.x, c.weight, wrong, c.gs)
 
 
-def test_global_scale_exchanged(exact, case):
+def test_an_exchanged_global_scale_is_seen(exact, case):
     c = case()
     known(c)
     rows = torch.rand(c.n + 1)
@@ -168,7 +168,7 @@ def test_global_scale_exchanged(exact, case):
         nvfp4.gemm(c.x, c.weight, c.scale, rows)
 
 
-def test_bias_and_pre_quant_scale_that_come_and_go(exact, case):
+def test_bias_and_pre_quant_scale_that_come_and_go_are_seen(exact, case):
     c = case()
     biases = torch.randn(c.n + 1)
     scales = (torch.rand(c.k + 1) + 0.5).bfloat16()
@@ -191,7 +191,7 @@ def test_bias_and_pre_quant_scale_that_come_and_go(exact, case):
             nvfp4.gemm(c.x, c.weight, c.scale, c.gs, **wrong)
 
 
-def test_one_tensor_in_two_places(exact, case):
+def test_one_tensor_may_be_in_two_places(exact, case):
     c = case(n=32, k=32)
     gs = torch.rand(32)
     for _ in range(3):
@@ -199,7 +199,7 @@ def test_one_tensor_in_two_places(exact, case):
         assert torch.equal(y, reference.gemm(c.x, c.weight, c.scale, gs, gs))
 
 
-def test_x_that_changes(exact, case, checked):
+def test_an_x_that_changes_is_seen(exact, case, checked):
     c = case(m=4)
     known(c)
     wide = torch.zeros(4, 3 * c.k, dtype=torch.bfloat16)

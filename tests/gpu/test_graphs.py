@@ -33,7 +33,7 @@ def capture(call):
 
 
 @pytest.mark.parametrize("m", [1, 5, 16, 64, 300])
-def test_graph_replays(m):
+def test_a_replay_reads_the_new_x(m):
     c = Case(m, 256, 4096)
     nvfp4.gemm(c.x, c.packed)
     poison()
@@ -59,7 +59,7 @@ def test_graph_with_checkpoint_tensors_sees_a_new_global_scale():
             c.check(out, gs=gs)
 
 
-def test_two_graphs_on_two_streams_at_once():
+def test_two_graphs_on_two_streams_at_once_are_right():
     # Small N and large K: what splits K and needs counters.
     for m in (1, 8, 32):
         first, second = Case(m, 128, 16384), Case(m, 256, 16384)
@@ -86,7 +86,7 @@ def test_two_graphs_on_two_streams_at_once():
             first.check(eager)
 
 
-def test_graphs_that_share_a_pool():
+def test_graphs_may_share_a_pool():
     c = Case(8, 256, 8192)
     nvfp4.gemm(c.x, c.packed)
     pool = torch.cuda.graph_pool_handle()
@@ -156,7 +156,7 @@ for m in (2, 17, 64):
     run_in_fresh_process(SETUP + code)
 
 
-def test_warmup_of_problems():
+def test_problems_that_were_warmed_up_can_be_captured():
     assert nvfp4.warmup([nvfp4.Problem(n=208, k=304), nvfp4.Problem(n=208, k=304, dtype="float16")]) == 2
     c = Case(3, 208, 304)
     graph, out = capture(lambda: nvfp4.gemm(c.x, c.packed))
@@ -165,7 +165,7 @@ def test_warmup_of_problems():
     c.check(out)
 
 
-def test_compile_fullgraph():
+def test_it_compiles_into_one_graph_for_every_m():
     c = Case(300, 256, 512)
     torch._dynamo.reset()
     step = torch.compile(
@@ -183,7 +183,7 @@ def test_compile_fullgraph():
 
 
 @pytest.mark.slow
-def test_compile_reduce_overhead():
+def test_it_runs_in_the_graphs_of_reduce_overhead():
     c = Case(8, 256, 8192)
     nvfp4.warmup(c.packed)
     torch._dynamo.reset()

@@ -22,7 +22,7 @@ SHAPES = [(128, 128), (256, 4096), (4096, 1024), (80, 48), (1056, 352)]  # N, K
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_values(n, k, dtype):
+def test_results_are_close_to_the_reference(n, k, dtype):
     for m in (1, 2, 5, 16, 31, 33, 64, 100, 257):
         c = Case(m, n, k, dtype)
         poison()
@@ -42,7 +42,7 @@ def test_untuned_weights_are_packed_for_tensor_cores_and_may_stay_as_they_are(dt
             c.check(y, x=c.x[:m])
 
 
-def test_bias_pre_quant_scale_and_scale_per_row():
+def test_bias_pre_quant_scale_and_scale_per_row_are_applied():
     for m in (1, 16, 300):
         c = Case(m, 256, 512)
         bias = torch.randn(c.n, device="cuda")
@@ -54,7 +54,7 @@ def test_bias_pre_quant_scale_and_scale_per_row():
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_global_scale_shapes(shape):
+def test_global_scales_of_one_element_have_any_shape(shape):
     c = Case(4, 128, 256)
     c.check(nvfp4.gemm(c.x, c.weight, c.scale, c.gs.reshape(shape)))
 
@@ -69,7 +69,7 @@ def test_float16_applies_the_global_scale_before_rounding():
         torch.testing.assert_close(y, torch.full_like(y, 110.1), rtol=2**-10, atol=0)
 
 
-def test_views():
+def test_x_may_be_a_view():
     c = Case(6, 256, 512)
     y = nvfp4.gemm(c.x.view(2, 1, 3, c.k), c.packed)
     assert y.shape == (2, 1, 3, c.n)
@@ -84,7 +84,7 @@ def test_views():
 
 
 @pytest.mark.parametrize("stride", [1, 3, 1 << 40])
-def test_one_row_at_the_end_of_an_allocation(stride):
+def test_nothing_is_read_beyond_one_row_at_the_end_of_an_allocation(stride):
     c = Case(1, 256, 4096)
     block = torch.zeros(1 << 20, dtype=torch.bfloat16, device="cuda")  # 2 MiB: a whole segment
     offset = block.numel() - c.k
@@ -93,7 +93,7 @@ def test_one_row_at_the_end_of_an_allocation(stride):
     torch.cuda.synchronize()
 
 
-def test_no_tokens_then_another_op():
+def test_no_tokens_leave_no_error_behind():
     c = Case(1, 128, 256)
     y = nvfp4.gemm(c.x[:0], c.packed)
     torch.cuda.synchronize()
@@ -128,7 +128,7 @@ def test_runs_are_bitwise_equal():
         assert all(torch.equal(nvfp4.gemm(c.x, c.packed), first) for _ in range(20))
 
 
-def test_wrong_places():
+def test_tensors_in_wrong_places_are_refused():
     c = Case(2, 128, 256)
     for spoilt in (
         (c.x.cpu(), c.weight, c.scale, c.gs),
@@ -153,7 +153,7 @@ def test_opcheck(m):
     torch.library.opcheck(torch.ops.nvfp4.dequantize.default, (c.weight, scale, c.gs, torch.bfloat16))
 
 
-def test_autocast():
+def test_autocast_makes_x_16_bits():
     c = Case(4, 128, 256)
     with torch.autocast("cuda", dtype=torch.bfloat16):
         y = nvfp4.gemm(c.x.float(), c.packed)
@@ -163,13 +163,13 @@ def test_autocast():
         nvfp4.gemm(c.x.float(), c.packed)
 
 
-def test_dequantize():
+def test_dequantize_gives_the_values_of_a_cpu():
     c = Case(1, 80, 96)
     exact = nvfp4.dequantize(c.weight.cpu(), c.scale.cpu(), c.gs.cpu())
     assert torch.equal(nvfp4.dequantize(c.packed).cpu(), exact)
 
 
-def test_threads_that_call_first_together():
+def test_threads_that_call_first_together_get_the_same_bits():
     c = Case(4, 192, 320)  # no other test has this problem
     start = threading.Barrier(8)
     results, errors = [], []
@@ -195,7 +195,7 @@ def test_threads_that_call_first_together():
     c.check(results[0])
 
 
-def test_streams_at_once():
+def test_streams_at_once_give_the_same_bits():
     cases = [Case(m, 256, 8192) for m in (1, 2, 4, 16)]
     for c in cases:
         nvfp4.gemm(c.x, c.packed)
@@ -213,7 +213,7 @@ def test_streams_at_once():
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_tensors_of_another_gpu_than_the_current():
+def test_tensors_may_be_of_another_gpu_than_the_current():
     assert torch.cuda.current_device() == 0
     for m in (1, 64):
         c = Case(m, 256, 4096, device="cuda:1")
