@@ -30,17 +30,14 @@ CONSTANTS = {"swiglu": {"limit": 1.5}, "swigluoai": {"limit": 1.0, "alpha": 1.3,
 def poisoned() -> Iterator[None]:
     """What torch allocates is filled with NaN, or with the largest integer, until somebody writes it."""
     switch: Any = torch.utils.deterministic  # its stub lacks the field
-    fill = switch.fill_uninitialized_memory
-    mode, warn_only = (
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-    )
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    fill, mode = switch.fill_uninitialized_memory, torch.get_deterministic_debug_mode()
+    # Not use_deterministic_algorithms, which imports torch's compiler: two seconds in every process that tunes experts.
+    torch.set_deterministic_debug_mode("warn")
     switch.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(mode, warn_only=warn_only)
+        torch.set_deterministic_debug_mode(mode)
         switch.fill_uninitialized_memory = fill
 
 

@@ -176,7 +176,7 @@ class Measurer:
         copied = min(1 << 30, self.device.memory_bytes // 16) if cuda else 1 << 26
         source = torch.ones(copied, dtype=torch.uint8, device=self.place)
         target = torch.empty_like(source)
-        size = 8192 if cuda else 1024
+        size = 8192 if cuda else 512
         # Random values: a product of ones draws less power, so it runs at a higher clock.
         a, b, c = (torch.randn(size, size, device=self.place).to(torch.bfloat16) for _ in range(3))
 

@@ -116,28 +116,36 @@ M = tl.constexpr(1)
 def one(x):
     return x + M
 """
-PRINT_KEY = """
-import sys
+# Every job is a process of its own, forked before any kernel was made: importing torch and Triton takes seconds.
+PRINT_KEYS = """
+import os, sys
 from nvfp4.kernels.triton_compile import _key
-import kernels_of_test
-for name in sys.argv[1:]:
-    key = _key((getattr(kernels_of_test, name), (9, 0), (("x_ptr", "*i32"),), (), ()), ())
-print(key)
+import triton.compiler, triton.language
+for job in sys.argv[1:]:
+    folder, *names = job.split(",")
+    if os.fork() == 0:
+        sys.path.insert(0, folder)
+        import kernels_of_test
+        for name in names:
+            key = _key((getattr(kernels_of_test, name), (9, 0), (("x_ptr", "*i32"),), (), ()), ())
+        print(key, flush=True)
+        os._exit(0)
+    os.wait()
 """
 
 
 def test_sources_decide_and_what_was_asked_for_before_does_not(tmp_path):
-    def key(*names):
-        environment = os.environ | {"PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-        command = [sys.executable, "-c", PRINT_KEY, *names]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=120).stdout
-
-    (tmp_path / "kernels_of_test.py").write_text(KERNELS)
-    (tmp_path / "helper_of_test.py").write_text(HELPER)
-    first = key("kernel")
-    assert key("other") != first and key("other", "kernel") == first
-    (tmp_path / "helper_of_test.py").write_text(HELPER.replace("constexpr(1)", "constexpr(3)"))
-    assert key("kernel") != first
+    before, moved, after = (tmp_path / name for name in ("before", "moved", "after"))
+    for folder, helper in ((before, HELPER), (moved, HELPER), (after, HELPER.replace("constexpr(1)", "constexpr(3)"))):
+        folder.mkdir()
+        (folder / "kernels_of_test.py").write_text(KERNELS)
+        (folder / "helper_of_test.py").write_text(helper)
+    jobs = [f"{before},kernel", f"{before},other", f"{before},other,kernel", f"{moved},kernel", f"{after},kernel"]
+    command = [sys.executable, "-c", PRINT_KEYS, *jobs]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    first, other, later, elsewhere, changed = done.stdout.split()
+    assert first == later == elsewhere and len({first, other, changed}) == 3
 
 
 def test_settings_of_triton_that_change_the_machine_code(compilations, monkeypatch):

@@ -214,6 +214,19 @@ def test_poison_reaches_every_allocation():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+@pytest.mark.parametrize("mode", ["default", "warn", "error"])
+def test_poison_leaves_the_settings_of_its_process_and_does_not_import_a_compiler(monkeypatch, mode):
+    monkeypatch.setattr(torch, "use_deterministic_algorithms", lambda *args, **more: pytest.fail("imports inductor"))
+    torch.set_deterministic_debug_mode(mode)
+    try:
+        before = torch.get_deterministic_debug_mode()
+        with poisoned():
+            assert torch.get_deterministic_debug_mode() == 1
+        assert torch.get_deterministic_debug_mode() == before
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
 @pytest.mark.parametrize(("kernel", "problem"), [(CpuMoe(), MOE), (CpuGrouped(), GROUPED)], ids=["moe", "grouped"])
 def test_poison_changes_nothing(kernel, problem):
     case = experts_case(problem, 9, 5, torch.device("cpu"))

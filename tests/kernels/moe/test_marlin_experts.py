@@ -20,7 +20,8 @@ from nvfp4.kernels.moe._marlin_experts import (
     smem_bytes,
     tile,
 )
-from nvfp4.kernels.moe._marlin_product import FIRST, SECOND, Product
+from nvfp4.kernels.moe._marlin_product import FIRST, SECOND, _compiled
+from nvfp4.kernels.moe.activations import ACTIVATIONS
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.kernels.untuned import untuned_layout
 from nvfp4.testing.conformance import H200, problems
@@ -38,6 +39,7 @@ QWEN = Problem(op="moe", n=768, k=2048, experts=128, top_k=8, activation="swiglu
 DEEPSEEK = replace(QWEN, n=2048, k=7168, experts=256)
 NEMOTRON = Problem(op="moe", n=2688, k=1024, experts=512, top_k=22, activation="relu2")
 GROUPED = Problem(op="grouped_gemm", n=1536, k=2048, experts=128)
+NUMBERS = {entry.name: number for number, entry in enumerate(ACTIVATIONS)}
 KERNELS = {"moe": marlin_moe.KERNEL, "grouped_gemm": marlin_grouped.KERNEL}
 
 
@@ -129,40 +131,40 @@ def test_what_takes_longer_is_predicted_to():
     assert all(predicted(H200, DEEPSEEK, marlin_moe.KERNEL.default_config(H200, DEEPSEEK, 8), 8) > t for t in times)
 
 
-def check(device, kind, problem, size, c):
+def check(device, kind, problem, size, c, *, scaled):
     """Shared memory is compared in the source, by a static assertion: what compiles has the size that was predicted."""
-    product = Product(kind, device, problem, size, problem.n, c)
-    for (_, scaled), launch in product.launches.items():
-        code = launch.compiled
-        assert code.spill_bytes == 0 and code.stack_bytes == 0, (c, kind, "registers are spilled")
-        assert code.registers <= register_cap(c, blocks_per_sm(device, c)), (c, kind)
-        assert code.static_smem_bytes == 0
-        assert launch.smem_bytes == smem_bytes(c, scaled=scaled) <= device.smem_bytes
+    launch = _compiled(
+        device, problem, size, c, scaled=scaled, pdl=False, PRODUCT=kind, ACTIVATION=NUMBERS[problem.activation]
+    )
+    code = launch.compiled
+    assert code.spill_bytes == 0 and code.stack_bytes == 0, (c, kind, "registers are spilled")
+    assert code.registers <= register_cap(c, blocks_per_sm(device, c)), (c, kind)
+    assert code.static_smem_bytes == 0
+    assert launch.smem_bytes == smem_bytes(c, scaled=scaled) <= device.smem_bytes
 
 
 @pytest.mark.parametrize("arch", DEVICES)
 def test_defaults_compile_without_spills(arch):
-    device = DEVICES[arch]
-    for problem, m in ((QWEN, 1), (replace(QWEN, dtype="float16"), 64), (NEMOTRON, 300)):
+    """Both products; the first without a `pre_quant_scale` or with one, on Hopper both."""
+    device, turn = DEVICES[arch], list(DEVICES).index(arch)
+    for i, (problem, m) in enumerate(((QWEN, 1), (replace(QWEN, dtype="float16"), 64), (NEMOTRON, 300))):
         config = marlin_moe.KERNEL.default_config(device, problem, m)
-        tiles = marlin_moe.tiles(device, config)
-        for kind, size, c in zip((FIRST, SECOND), sizes(problem), tiles, strict=True):
-            check(device, kind, problem, size, c)
+        (first, second), (first_tile, second_tile) = sizes(problem), marlin_moe.tiles(device, config)
+        for scaled in (False, True) if arch == "sm_90" else (bool((turn + i) % 2),):
+            check(device, FIRST, problem, first, first_tile, scaled=scaled)
+        check(device, SECOND, problem, second, second_tile, scaled=False)
 
 
 @pytest.mark.parametrize("arch", DEVICES)
 def test_the_tightest_shapes_compile_without_spills(arch):
-    """Those predicted to need nearly all registers there are, with an activation of many instructions."""
-    device, rng = DEVICES[arch], random.Random(arch)
+    """Those predicted to need nearly all registers there are, with an activation of many instructions and a
+    `pre_quant_scale`: for every number of tokens on Hopper, whose copies are its own, and on two of the others.
+    """
+    device, rng, turn = DEVICES[arch], random.Random(arch), list(DEVICES).index(arch)
     problem = replace(QWEN, activation=rng.choice(("situ", "geglu", "swigluoai")))
     size = sizes(problem)[0]
-    for tokens in TOKENS:
+    for tokens in TOKENS if arch == "sm_90" else TOKENS[turn % 2 :: 2]:
         m = 16 * tokens  # an expert's rows are as many
         fitting = [c for shape in SHAPES for c in [tile(device, tokens, shape, 1)] if fits(device, problem, size, c, m)]
-        check(
-            device,
-            FIRST,
-            problem,
-            size,
-            min(fitting, key=lambda c: register_cap(c, blocks_per_sm(device, c)) - registers(c)),
-        )
+        tightest = min(fitting, key=lambda c: register_cap(c, blocks_per_sm(device, c)) - registers(c))
+        check(device, FIRST, problem, size, tightest, scaled=True)
