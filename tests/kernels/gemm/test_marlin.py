@@ -138,7 +138,7 @@ def check(device, problem, config, scaled):
 
 @pytest.mark.parametrize("arch", DEVICES)
 def test_defaults_compile_without_spills(arch):
-    """Each in one of the ways that it can be compiled, on Hopper in two: another one from architecture to architecture."""
+    """Each in one of the ways to compile it, on Hopper in two; in which alternates over architectures."""
     turn = list(DEVICES).index(arch)
     for i, (n, k, m) in enumerate(((4096, 4096, 1), (4096, 4096, 16), (4096, 4096, 64), (96, 176, 1))):
         for way in range(2 if arch == "sm_90" else 1):
