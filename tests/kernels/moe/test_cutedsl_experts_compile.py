@@ -68,19 +68,19 @@ def check(problem, config, index):
     return compiled
 
 
-@pytest.mark.parametrize("m", [16, 512, 1024, 4096])
-def test_defaults(m):
-    config = configs.best(H200, SITU, m)
-    assert parameter_bytes(check(SITU, config, 0).cubin) == tuple(map(struct.calcsize, FIELDS))
-    check(SITU, config, 1)
+@pytest.mark.parametrize(("m", "index"), [(16, 0), (512, 1), (1024, 0), (4096, 0), (4096, 1)])
+def test_defaults(m, index):
+    """The first product, with its activation, and the second."""
+    compiled = check(SITU, configs.best(H200, SITU, m), index)
+    assert parameter_bytes(compiled.cubin) == tuple(map(struct.calcsize, FIELDS))
 
 
-@pytest.mark.parametrize(("problem", "m"), [(RELU2, 512), (RELU2, 4096), (ODD, 64), (ODD, 2048)], ids=str)
+@pytest.mark.parametrize(("problem", "m"), [(RELU2, 512), (ODD, 2048)], ids=str)
 def test_float16_and_rows_of_out_that_are_not_aligned(problem, m):
     check(problem, configs.best(H200, problem, m), 0)
 
 
-@pytest.mark.parametrize("index", range(12))
+@pytest.mark.parametrize("index", range(6))
 def test_a_sample_of_the_space(index):
     found = valid()
-    check(SITU, found[index * len(found) // 12], index % 2)
+    check(SITU, found[index * len(found) // 6], index % 2)
