@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 from nvfp4.cli.app import app
-from nvfp4.kernels import registry
+from nvfp4.kernels import build, registry
 
 WIDTHS = (40, 80, 120)
 
@@ -32,6 +32,7 @@ def installed_fakes():
         patch.setenv("NVFP4_KERNELS", "nvfp4.testing.fakes")
         patch.setenv("NVFP4_FAKE_TROUBLES", "zeros")
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setattr(build, "available_cores", lambda: 1)  # every process that compiles imports torch
         registry.refresh()
         yield
     registry.refresh()

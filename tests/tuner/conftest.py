@@ -1,8 +1,30 @@
 import os
+import time
 
 import pytest
-from nvfp4.kernels import registry
-from nvfp4.tuner.messages import Pace
+from nvfp4.kernels import build, registry
+from nvfp4.tuner.messages import Pace, Screen
+from nvfp4.tuner.worker import Worker
+
+
+class PatientWorker(Worker):
+    """Waits two seconds for what hangs for ever, and for all else longer than the slowest machine takes."""
+
+    def run(self, request):
+        hangs = isinstance(request, Screen) and '"hang"' in request.entrant.config
+        self._hang_s = 2.0 if hangs else 240.0
+        return super().run(request)
+
+
+@pytest.fixture(scope="session")
+def patient_worker():
+    return PatientWorker
+
+
+@pytest.fixture(autouse=True)
+def one_compiler(monkeypatch):
+    """Every process that compiles imports torch: one is enough for the little that is compiled here."""
+    monkeypatch.setattr(build, "available_cores", lambda: 1)
 
 
 @pytest.fixture
@@ -32,6 +54,18 @@ def alive():
             return False
 
     return alive
+
+
+@pytest.fixture(scope="session")
+def gone(alive):
+    def gone(pids):
+        """Whether none of them runs, at the latest after a while."""
+        until = time.monotonic() + 60
+        while any(alive(pid) for pid in pids) and time.monotonic() < until:
+            time.sleep(0.02)
+        return not any(alive(pid) for pid in pids)
+
+    return gone
 
 
 @pytest.fixture(scope="session")

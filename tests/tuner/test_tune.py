@@ -5,8 +5,8 @@ import random
 import signal
 import subprocess
 import sys
-import time
 
+import nvfp4.tuner.run as run_module
 import pytest
 from nvfp4.cache.records import BASELINE
 from nvfp4.cache.store import Store
@@ -16,20 +16,15 @@ from nvfp4.tuner.run import tune
 PROBLEM = Problem(n=40, k=64)
 MS = (1, 2, 8, 64)
 
+# One trouble for every status, and one that damages memory; test_measure.py has all of them.
 EXPECTED = {
     "zeros": "wrong",
     "nan": "nan",
-    "unwritten_tail": "nan",
     "out_of_memory": "oom",
     "launch_error": "launch_error",
     "build_error": "build_error",
-    "guard_rows": "wrong",
     "changes_weights": "wrong",
-    "ignores_bias": "wrong",
-    "ignores_pre_quant_scale": "wrong",
-    "ignores_row_scales": "wrong",
     "abort": "crash",
-    "segfault": "crash",
     "hang": "timeout",
 }
 
@@ -46,11 +41,11 @@ def no_repeats(rows):
 
 
 @pytest.mark.slow
-def test_every_kind_of_trouble_is_a_row_and_the_right_kernel_wins(fakes, pace, tmp_path):
+def test_every_kind_of_trouble_is_a_row_and_the_right_kernel_wins(fakes, pace, tmp_path, patient_worker, monkeypatch):
+    monkeypatch.setenv("NVFP4_FAKE_TROUBLES", ",".join(EXPECTED))
+    monkeypatch.setattr(run_module, "Worker", patient_worker)
     path = tmp_path / "t.db"
-    result = tune(
-        (PROBLEM,), MS, device="cpu", store_path=path, kernels=("fake_good", "fake_trouble"), pace=pace, hang_s=2.0
-    )
+    result = tune((PROBLEM,), MS, device="cpu", store_path=path, kernels=("fake_good", "fake_trouble"), pace=pace)
     rows = all_rows(path)
     found = {row.config.split('"')[3]: row.status for row in rows if row.kernel == "fake_trouble"}
     assert found == EXPECTED
@@ -64,23 +59,33 @@ def test_every_kind_of_trouble_is_a_row_and_the_right_kernel_wins(fakes, pace, t
 
 
 SCRIPT = """
-import sys
+import os, sys, time
 from pathlib import Path
 from nvfp4.kernels.problem import Problem
 from nvfp4.tuner.messages import Pace
 from nvfp4.tuner.run import tune
 
+measured, hold_at = 0, int(sys.argv[2])
+
+def say(event):
+    global measured
+    print(type(event).__name__, flush=True)
+    measured += type(event).__name__ == "Measured"
+    if 0 < hold_at <= measured:
+        time.sleep(3600)  # for the signal: it must not come when all is done
+
 if __name__ == "__main__":
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # one compiling process
     result = tune(
         [Problem(n=40, k=64)], (1, 2, 8, 64), device="cpu", store_path=Path(sys.argv[1]), quick=True,
-        kernels=("fake_good", "fake_trouble"), pace=Pace(screen_us=200.0, rounds=9, sustain_us=200.0), hang_s=60.0,
-        events=lambda event: print(type(event).__name__, flush=True),
+        kernels=("fake_good", "fake_trouble"), pace=Pace(screen_us=200.0, rounds=9, sustain_us=200.0), hang_s=240.0,
+        events=say,
     )
     print("measured", result.measured, flush=True)
 """
 
 
-def start(tmp_path):
+def start(tmp_path, hold_at=0):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     environment = {
@@ -89,21 +94,14 @@ def start(tmp_path):
         "NVFP4_FAKE_TROUBLES": "zeros,build_error",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, str(script), str(tmp_path / "t.db")]
+    command = [sys.executable, str(script), str(tmp_path / "t.db"), str(hold_at)]
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 
-def gone(pids, alive, limit_s=5.0):
-    until = time.monotonic() + limit_s
-    while any(alive(pid) for pid in pids) and time.monotonic() < until:
-        time.sleep(0.02)
-    return not any(alive(pid) for pid in pids)
-
-
 @pytest.mark.slow
-def test_a_killed_parent_leaves_no_process_and_loses_nothing(tmp_path, alive, descendants):
-    rows_before = random.randrange(1, 40)
-    process = start(tmp_path)
+def test_a_killed_parent_leaves_no_process_and_loses_nothing(tmp_path, gone, descendants):
+    rows_before = random.randrange(1, 20)
+    process = start(tmp_path, hold_at=rows_before + 3)
     lines = 0
     for line in process.stdout:
         lines += line.strip() == "Measured"
@@ -113,12 +111,12 @@ def test_a_killed_parent_leaves_no_process_and_loses_nothing(tmp_path, alive, de
     assert children
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert gone(children, alive)
+    assert gone(children)
     before = {row.uuid for row in all_rows(tmp_path / "t.db")}
     assert len(before) >= rows_before, rows_before  # all that was announced
 
     process = start(tmp_path)
-    output, _ = process.communicate(timeout=120)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode == 0
     rows = all_rows(tmp_path / "t.db")
     assert before <= {row.uuid for row in rows}  # on a busy machine all was measured before the signal came
@@ -127,15 +125,15 @@ def test_a_killed_parent_leaves_no_process_and_loses_nothing(tmp_path, alive, de
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_processes(tmp_path, alive, descendants):
-    process = start(tmp_path)
+def test_ctrl_c_ends_all_processes(tmp_path, gone, descendants):
+    process = start(tmp_path, hold_at=3)
     for line in process.stdout:
         if line.strip() == "Measured":
             break
     children = descendants(process.pid)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output, _ = process.communicate(timeout=240)
     assert process.returncode != 0
     assert output.strip().splitlines()[-1] == "TuningFinished"
-    assert gone(children, alive)
+    assert gone(children)
     assert all_rows(tmp_path / "t.db")

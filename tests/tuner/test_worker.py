@@ -17,12 +17,12 @@ MS = (1, 8)
 
 
 @pytest.fixture(scope="module")
-def worker():
+def worker(patient_worker):
     """One worker for all tests here: each leaves it dead or alive, and the next must cope."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NVFP4_KERNELS", "nvfp4.testing.fakes")
         patch.setenv("OMP_NUM_THREADS", "1")
-        worker = Worker("cpu", hang_s=2.0)
+        worker = patient_worker("cpu")
         yield worker
         worker.close()
 
@@ -63,13 +63,10 @@ def test_a_crash_names_the_signal_and_the_step(worker):
 
 
 def test_a_hang_is_killed(worker, alive):
-    begun = time.monotonic()
-    pid = None
     with pytest.raises(Died, match="no sign of life for 2 s") as caught:
         screen(worker, trouble("hang"))
     pid = caught.value.last.pid
     assert caught.value.status == "timeout"
-    assert time.monotonic() - begun < 60
     assert not alive(pid)
 
 
