@@ -37,7 +37,9 @@ def open_for_tuning(path: Path) -> Checkpoint:
     return checkpoint
 
 
-def problems_of_checkpoint(path: Path, *, tp: int = 1, dtype: str | None = None, fused: bool = False) -> list[Problem]:
+def problems_of_checkpoint(
+    path: Path, *, tp: int = 1, ep: int = 1, dtype: str | None = None, fused: bool = False
+) -> list[Problem]:
     """The problems of all NVFP4 layers on one rank, each once, those of experts last. Reads headers only.
 
     A warning names the expert layers that are left out and says why: config.json does not tell their top_k or
@@ -47,6 +49,8 @@ def problems_of_checkpoint(path: Path, *, tp: int = 1, dtype: str | None = None,
     ----------
     path
         The checkpoint's folder.
+    tp, ep
+        Tensor and expert parallel size; with an `ep` above 1, experts are whole, and a rank has some of them.
     dtype
         Of the activations; None takes that of config.json, or bfloat16.
     fused
@@ -55,19 +59,19 @@ def problems_of_checkpoint(path: Path, *, tp: int = 1, dtype: str | None = None,
     Raises
     ------
     InvalidInput
-        As `open_for_tuning`; a dense layer cannot be divided `tp` ways; or nothing but expert layers is there, and all
-        are left out.
+        As `open_for_tuning`; a dense layer cannot be divided `tp` ways; there are fewer experts than `ep`; or nothing
+        but expert layers is there, and all are left out.
     """
     checkpoint = open_for_tuning(path)
     x_dtype = dtype_of(checkpoint, dtype)
     dense = problems_of_linears(layers_of(checkpoint, fused=fused), tp=tp, dtype=x_dtype)
-    experts = experts_of(checkpoint, tp=tp, dtype=x_dtype)
+    experts = experts_of(checkpoint, tp=tp, ep=ep, dtype=x_dtype)
     if experts.left_out:
         words = f"{path}: {left_out_words(experts.left_out)}"
         if not dense and not experts.problems:
             raise InvalidInput(words)
         warnings.warn(words, UserWarning, stacklevel=2)
-    return list(dict.fromkeys((*dense, *experts.problems.values())))
+    return list(dict.fromkeys([*dense, *(one for problems in experts.problems.values() for one in problems)]))
 
 
 def problem_of(layer: Linear, *, tp: int, dtype: str) -> Problem:

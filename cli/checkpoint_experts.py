@@ -15,7 +15,7 @@ from ..dispatch.checkpoint.names import in_layer_order, is_of_mtp, layer_number
 from ..errors import InvalidInput, Unsupported
 from ..kernels.moe.model_config import MoeConfig
 from ..kernels.problem import Problem
-from ..tuner.experts_workload import problem_of_experts
+from ..tuner.experts_workload import problems_of_experts
 
 __all__ = ["ExpertLayers", "experts_of", "has_experts", "left_out_words"]
 
@@ -29,12 +29,13 @@ class ExpertLayers:
     Attributes
     ----------
     problems
-        By the name of the module around the experts: what `nvfp4.moe` asks for there.
+        By the name of the module around the experts: what `nvfp4.moe` asks for there; two where ranks of expert
+        parallelism have different numbers of experts.
     left_out
         By the same name, why there is none.
     """
 
-    problems: Mapping[str, Problem]
+    problems: Mapping[str, tuple[Problem, ...]]
     left_out: Mapping[str, str]
 
 
@@ -43,12 +44,12 @@ def has_experts(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.experts or checkpoint.fused_experts)
 
 
-def experts_of(checkpoint: Checkpoint, *, tp: int, dtype: str) -> ExpertLayers:
-    """What becomes of every expert layer: all experts are on every rank, each with its share of the inner size.
+def experts_of(checkpoint: Checkpoint, *, tp: int, ep: int, dtype: str) -> ExpertLayers:
+    """What becomes of every expert layer on a rank, as `tuner.experts_workload.problems_of_experts` divides it.
 
     Where config.json says other sizes than the tensors have, the tensors count and a warning names the layers.
     """
-    problems: dict[str, Problem] = {}
+    problems: dict[str, tuple[Problem, ...]] = {}
     left_out: dict[str, str] = {}
     contradicted: dict[str, list[str]] = {}
     for name in in_layer_order({*checkpoint.experts, *checkpoint.fused_experts}):
@@ -60,8 +61,10 @@ def experts_of(checkpoint: Checkpoint, *, tp: int, dtype: str) -> ExpertLayers:
             continue
         for words in _contradictions(checkpoint, source):
             contradicted.setdefault(words, []).append(name)
-        found = problem_of_experts(_said(checkpoint, source), _layer(name), gated=source.gated, tp=tp, dtype=dtype)
-        if isinstance(found, Problem):
+        found = problems_of_experts(
+            _said(checkpoint, source), _layer(name), gated=source.gated, tp=tp, ep=ep, dtype=dtype
+        )
+        if isinstance(found, tuple):
             problems[name] = found
         else:
             left_out[name] = found

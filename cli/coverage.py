@@ -49,19 +49,21 @@ class Coverage(msgspec.Struct, frozen=True, kw_only=True):
     device: Device
     database: str
     tp: int
+    ep: int
     dtype: str | None  # as asked for; None: the checkpoint's own
     fused: bool
     problems: tuple[Covered, ...]
     planned_layers: int
     layers: int
-    bytes: dict[str, int]  # of all these layers on one rank, by layout: "planned" takes each one's own
+    extra: int  # of these, how many belong to multi-token prediction or lie beyond the model's last layer
+    bytes: dict[str, int]  # of all these layers on the fullest rank, by layout: "planned" takes each one's own
     left_out: dict[str, str]  # expert layers that have no problem, and why
     foreign: dict[str, str]  # layers in other formats
     tune: str  # the command that tunes all these problems
 
 
 def coverage(
-    checkpoint: Checkpoint, store: Store | None, device: Device, *, tp: int, dtype: str | None, fused: bool
+    checkpoint: Checkpoint, store: Store | None, device: Device, *, tp: int, ep: int, dtype: str | None, fused: bool
 ) -> Coverage:
     """Compare the NVFP4 layers of a checkpoint, dense ones and experts, with a database.
 
@@ -69,39 +71,44 @@ def coverage(
     ----------
     store
         None when there is no database: everything falls back.
-    tp, dtype, fused
+    tp, ep, dtype, fused
         As for `problems_of_checkpoint`.
     """
-    layers: dict[Problem, list[str]] = {}
     x_dtype = dtype_of(checkpoint, dtype)
-    for layer in layers_of(checkpoint, fused=fused):
-        layers.setdefault(problem_of(layer, tp=tp, dtype=x_dtype), []).append(layer.name)
-    experts = experts_of(checkpoint, tp=tp, dtype=x_dtype)
-    for name, problem in experts.problems.items():
-        layers.setdefault(problem, []).append(name)
-    found = []
+    dense = {one.name: (problem_of(one, tp=tp, dtype=x_dtype),) for one in layers_of(checkpoint, fused=fused)}
+    experts = experts_of(checkpoint, tp=tp, ep=ep, dtype=x_dtype)
+    asked: dict[str, tuple[Problem, ...]] = {**dense, **experts.problems}
+    layers: dict[Problem, list[str]] = {}
+    for name, problems in asked.items():
+        for problem in problems:
+            layers.setdefault(problem, []).append(name)
+    found = {}
     for problem, names in layers.items():
         plan = store.load_plan(device, problem) if store is not None else None
-        found.append(_covered(checkpoint, device, problem, tuple(names), plan))
+        found[problem] = _covered(checkpoint, device, problem, tuple(names), plan)
     total: Counter[str] = Counter()
-    for one in found:
-        for layout, size in one.layout_bytes.items():
-            total[layout] += size * len(one.layers)
-        total["planned"] += one.layout_bytes[one.layout] * len(one.layers)
+    for problems in asked.values():
+        one = found[problems[0]]
+        total.update(one.layout_bytes)
+        total["planned"] += one.layout_bytes[one.layout]
     return Coverage(
         path=str(checkpoint.path),
         device=device,
         database=str(store.path) if store is not None else "",
         tp=tp,
+        ep=ep,
         dtype=dtype,
         fused=fused,
-        problems=tuple(found),
-        planned_layers=sum(len(one.layers) for one in found if one.status in ("plan", "partly")),
-        layers=sum(len(one.layers) for one in found),
+        problems=tuple(found.values()),
+        planned_layers=sum(
+            all(found[problem].status in ("plan", "partly") for problem in problems) for problems in asked.values()
+        ),
+        layers=len(asked),
+        extra=sum(checkpoint.is_extra(name) for name in asked),
         bytes=dict(total),
         left_out=dict(experts.left_out),
         foreign=dict(checkpoint.foreign),
-        tune=_command(checkpoint, tp=tp, dtype=dtype, fused=fused),
+        tune=_command(checkpoint, tp=tp, ep=ep, dtype=dtype, fused=fused),
     )
 
 
@@ -169,7 +176,8 @@ def show_coverage(console: Console, found: Coverage) -> None:
     """A line a problem, then totals."""
     console.print(f"checkpoint  {found.path}", soft_wrap=True)
     console.print(f"database    {found.database or 'none'}", soft_wrap=True)
-    console.print(f"device      {device_words(found.device)}" + (f", 1 of {found.tp} ranks" if found.tp > 1 else ""))
+    ranks = max(found.tp, found.ep)
+    console.print(f"device      {device_words(found.device)}" + (f", 1 of {ranks} ranks" if ranks > 1 else ""))
     made = Grid("problem", ">layers", "plan", "layout", "~kernels by M", ">weights")
     for one in found.problems:
         made.row(
@@ -200,13 +208,14 @@ def _show_totals(console: Console, found: Coverage) -> None:
     console.print(f"{found.planned_layers} of {plural(found.layers, 'layer')} have a plan{fall}", soft_wrap=True)
     sizes = ", ".join(f"{layout} {_size(size)}" for layout, size in found.bytes.items())
     console.print(f"all of them by layout: {sizes}", soft_wrap=True)
-    extra = sum(one.extra for one in found.problems)
-    if extra:
-        console.print(f"{plural(extra, 'layer')} of these are for multi-token prediction, or beyond the last layer")
+    if found.extra:
+        extra = plural(found.extra, "layer")
+        console.print(f"{extra} of these are for multi-token prediction, or beyond the last layer")
 
 
-def _command(checkpoint: Checkpoint, *, tp: int, dtype: str | None, fused: bool) -> str:
-    options = (" --fused" if fused else "") + (f" --tp {tp}" if tp > 1 else "") + (f" --dtype {dtype}" if dtype else "")
+def _command(checkpoint: Checkpoint, *, tp: int, ep: int, dtype: str | None, fused: bool) -> str:
+    ranks = (f" --tp {tp}" if tp > 1 else "") + (f" --ep {ep}" if ep > 1 else "")
+    options = (" --fused" if fused else "") + ranks + (f" --dtype {dtype}" if dtype else "")
     return f"nvfp4 tune --checkpoint {shlex.quote(str(checkpoint.path))}{options}"
 
 

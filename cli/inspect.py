@@ -20,13 +20,15 @@ from ..tuner.experts_workload import parse_problem
 from ..tuner.worker import Worker
 from . import views
 from .checkpoint import open_for_tuning
+from .checkpoint_experts import has_experts
 from .coverage import Coverage, coverage, show_coverage
 from .layouts import show_layouts
 from .options import (
     best_device,
-    check_tp,
+    check_ranks,
     checkpoint_option,
     database_option,
+    ep_option,
     fused_option,
     help_style,
     json_option,
@@ -44,6 +46,7 @@ __all__ = ["inspect"]
 @checkpoint_option(multiple=False)
 @fused_option
 @tp_option
+@ep_option
 @click.option(
     "--dtype", type=click.Choice(DTYPES), help="Of the activations; by default the checkpoint's own, or bfloat16."
 )
@@ -64,6 +67,7 @@ def inspect(
     checkpoint: Path | None,
     fused: bool,
     tp: int,
+    ep: int,
     dtype: str | None,
     device_name: str | None,
     why_kernel: str | None,
@@ -94,12 +98,12 @@ def inspect(
     if checkpoint is not None:
         if shapes or why_kernel or config or by_layout or list_kernels or roofline:
             raise click.UsageError("--checkpoint goes with neither a SHAPE nor options that need one")
-        check_tp(tp)
-        found = _coverage(checkpoint, db, device_name, tp=tp, dtype=dtype, fused=fused)
+        check_ranks(tp, ep)
+        found = _coverage(checkpoint, db, device_name, tp=tp, ep=ep, dtype=dtype, fused=fused)
         print_json(found) if as_json else show_coverage(console(), found)
         return
-    if fused or tp != 1:
-        raise click.UsageError("--fused and --tp are for --checkpoint")
+    if fused or tp != 1 or ep != 1:
+        raise click.UsageError("--fused, --tp and --ep are for --checkpoint")
     if by_layout:
         if why_kernel or config or list_kernels or roofline:
             raise click.UsageError("--layout goes with none of --why, --config, --kernels and --roofline")
@@ -157,18 +161,20 @@ def _layouts(
 
 
 def _coverage(
-    path: Path, db: Path | None, device_name: str | None, *, tp: int, dtype: str | None, fused: bool
+    path: Path, db: Path | None, device_name: str | None, *, tp: int, ep: int, dtype: str | None, fused: bool
 ) -> Coverage:
     checkpoint = open_for_tuning(path)
+    if ep > 1 and not has_experts(checkpoint):
+        raise InvalidInput(message(f"{path} has no NVFP4 experts", got=f"--ep {ep}", do="leave it out"))
     here = describe(best_device())
     try:
         with Store.open(db, readonly=True) as store:
             device = here if device_name is None else _device(store, device_name)
-            return coverage(checkpoint, store, device, tp=tp, dtype=dtype, fused=fused)
+            return coverage(checkpoint, store, device, tp=tp, ep=ep, dtype=dtype, fused=fused)
     except DatabaseError as error:
         if error.reason != "missing" or db is not None or device_name is not None:
             raise
-    return coverage(checkpoint, None, here, tp=tp, dtype=dtype, fused=fused)
+    return coverage(checkpoint, None, here, tp=tp, ep=ep, dtype=dtype, fused=fused)
 
 
 def _refuse_without_shape(**options: object) -> None:

@@ -17,11 +17,12 @@ from .checkpoint import problems_of_checkpoint
 
 __all__ = [
     "best_device",
-    "check_tp",
+    "check_ranks",
     "checkpoint_option",
     "database_option",
     "device_option",
     "duration",
+    "ep_option",
     "fused_option",
     "help_style",
     "json_option",
@@ -72,7 +73,14 @@ tp_option = click.option(
     type=int,
     default=1,
     metavar="N",
-    help="Tensor parallel size of models, configs and checkpoints; every rank has its share of all experts.",
+    help="Tensor parallel size of models, configs and checkpoints; without --ep every rank has a share of all experts.",
+)
+ep_option = click.option(
+    "--ep",
+    type=int,
+    default=1,
+    metavar="N",
+    help="Expert parallel size of the same, a multiple of --tp: every rank has some of the experts, whole.",
 )
 
 
@@ -105,7 +113,7 @@ def best_device() -> str:
 
 
 def workload_options(command: F) -> F:
-    """--model, --config, --checkpoint, --fused, --shape, --moe, --grouped, --tp and --dtype."""
+    """--model, --config, --checkpoint, --fused, --shape, --moe, --grouped, --tp, --ep and --dtype."""
     for option in reversed(
         (
             click.option(
@@ -143,6 +151,7 @@ def workload_options(command: F) -> F:
                 help="One product by groups of rows: experts=8,n=256,k=128.",
             ),
             tp_option,
+            ep_option,
             click.option(
                 "--dtype",
                 type=click.Choice(DTYPES),
@@ -154,10 +163,16 @@ def workload_options(command: F) -> F:
     return command
 
 
-def check_tp(tp: int) -> None:
-    """Raise InvalidInput for what is no number of ranks."""
-    if tp < 1:
-        raise InvalidInput(message("--tp", got=tp, expected="at least 1"))
+def check_ranks(tp: int, ep: int) -> None:
+    """Raise InvalidInput for what are no numbers of ranks, or none that go together."""
+    for name, size in (("--tp", tp), ("--ep", ep)):
+        if size < 1:
+            raise InvalidInput(message(name, got=size, expected="at least 1"))
+    if ep > 1 and ep % tp:
+        raise InvalidInput(
+            message("--ep has all ranks of --tp, once or several times", got=f"--tp {tp} --ep {ep}",
+                    expected=f"a multiple of {tp} for --ep")
+        )  # fmt: skip
 
 
 def problems_of(
@@ -170,6 +185,7 @@ def problems_of(
     *,
     fused: bool,
     tp: int,
+    ep: int,
     dtype: str | None,
 ) -> list[Problem]:
     """All problems that the workload options name, each once, in the order of the options.
@@ -179,14 +195,19 @@ def problems_of(
     InvalidInput
         One of them means nothing.
     """
-    check_tp(tp)
+    check_ranks(tp, ep)
     found: list[Problem] = []
     for name in models:
-        found += problems_of_model(name, tp=tp, dtype=dtype or DTYPES[0])
+        found += problems_of_model(name, tp=tp, ep=ep, dtype=dtype or DTYPES[0])
     for path in configs:
-        found += problems_of_config(path, tp=tp, dtype=dtype)
+        found += problems_of_config(path, tp=tp, ep=ep, dtype=dtype)
     for path in checkpoints:
-        found += problems_of_checkpoint(path, tp=tp, dtype=dtype, fused=fused)
+        found += problems_of_checkpoint(path, tp=tp, ep=ep, dtype=dtype, fused=fused)
+    if ep > 1 and not any(problem.op == "moe" for problem in found):
+        raise InvalidInput(
+            message("--ep divides the routed experts of --model, --config and --checkpoint", got="none of these",
+                    do="leave it out; --moe and --grouped name the part of one rank")
+        )  # fmt: skip
     for texts, parse in ((shapes, parse_shape), (moes, parse_moe), (grouped, parse_grouped)):
         found += [parse(text, dtype=dtype or DTYPES[0]) for text in texts]
     return list(dict.fromkeys(found))

@@ -47,6 +47,7 @@ def tune(
     moes: tuple[str, ...],
     grouped: tuple[str, ...],
     tp: int,
+    ep: int,
     dtype: str | None,
     ms: str | None,
     kernels: tuple[str, ...],
@@ -80,7 +81,7 @@ def tune(
     if list_models:
         click.echo("\n".join(model_names()))
         return
-    problems = problems_of(models, configs, checkpoints, shapes, moes, grouped, fused=fused, tp=tp, dtype=dtype)
+    problems = problems_of(models, configs, checkpoints, shapes, moes, grouped, fused=fused, tp=tp, ep=ep, dtype=dtype)
     if not problems:
         raise click.UsageError("name what to tune: --model, --config, --checkpoint, --shape, --moe or --grouped")
     anchors = QUICK_ANCHORS if quick else ANCHORS

@@ -61,6 +61,7 @@ def warmup(
     moes: tuple[str, ...],
     grouped: tuple[str, ...],
     tp: int,
+    ep: int,
     dtype: str | None,
     device: str | None,
     archs: str | None,
@@ -92,7 +93,7 @@ def warmup(
         raise click.UsageError("--output goes with --arch")
     if archs is not None and device is not None:
         raise click.UsageError("--arch builds for GPUs that are not here: it takes no --device")
-    named = problems_of(models, configs, checkpoints, shapes, moes, grouped, fused=fused, tp=tp, dtype=dtype)
+    named = problems_of(models, configs, checkpoints, shapes, moes, grouped, fused=fused, tp=tp, ep=ep, dtype=dtype)
     if archs is not None:
         ctx.exit(0 if build_offline(archs.split(","), named, db=db, output=output, as_json=as_json) else 1)
     if db is not None:

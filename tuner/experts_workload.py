@@ -9,8 +9,9 @@ from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation
 from ..kernels.moe.model_config import MoeConfig
 from ..kernels.problem import DTYPES, Problem
+from ..kernels.weights.shard import expert_range
 
-__all__ = ["parse_grouped", "parse_moe", "parse_problem", "problem_of_experts"]
+__all__ = ["parse_grouped", "parse_moe", "parse_problem", "problems_of_experts"]
 
 T = TypeVar("T")
 
@@ -72,8 +73,12 @@ def parse_problem(text: str, *, dtype: str = "bfloat16") -> Problem:
     return (parse_moe if names & {"hidden", "inter", "top_k"} else parse_grouped)(text, dtype=dtype)
 
 
-def problem_of_experts(said: MoeConfig, layer: int | None, *, gated: bool | None, tp: int, dtype: str) -> Problem | str:
-    """What one layer's experts ask for on a tensor parallel rank, all of them with a share of `inter` each.
+def problems_of_experts(
+    said: MoeConfig, layer: int | None, *, gated: bool | None, tp: int, ep: int, dtype: str
+) -> tuple[Problem, ...] | str:
+    """What one layer's experts ask for on a rank.
+
+    Without expert parallelism a rank has all of them, each with a share of `inter`; with it, some of them whole.
 
     Parameters
     ----------
@@ -85,11 +90,25 @@ def problem_of_experts(said: MoeConfig, layer: int | None, *, gated: bool | None
         Whether the experts have a gate; None where only the activation tells.
     tp
         Tensor parallel size.
+    ep
+        Expert parallel size; 1 for none.
 
     Returns
     -------
-    The problem; or, where something is not known or cannot be divided, why, and how --moe takes what is known.
+    A problem, or two where the number of experts differs between ranks, the larger first; or, where something is not
+    known or cannot be divided, why, and how --moe takes what is known.
+
+    Raises
+    ------
+    InvalidInput
+        Fewer experts than expert parallel ranks.
     """
+    if 0 < said.experts < ep:
+        raise InvalidInput(
+            message(f"experts cannot be divided over {ep} ranks", got=f"{said.experts} a layer",
+                    expected=f"at least {ep}", do="use fewer ranks")
+        )  # fmt: skip
+    counts = dict.fromkeys(len(expert_range(said.experts, rank, ep)) for rank in range(ep))
     reasons: list[str] = []
 
     def known(find: Callable[[], T]) -> T | None:
@@ -100,14 +119,18 @@ def problem_of_experts(said: MoeConfig, layer: int | None, *, gated: bool | None
             return None
 
     hidden = known(lambda: _part(said.hidden, "hidden size", 1))
-    inter = known(lambda: _part(said.inter, "inner size", tp))
+    inter = known(lambda: _part(said.inter, "inner size", tp if ep == 1 else 1))
     top_k = known(lambda: said.top_k_of(layer))
     name = known(lambda: said.activation_of(layer, gated=gated))
     if hidden is None or inter is None or top_k is None or name is None:
-        sizes = f"experts={said.experts},top_k={top_k or '...'},hidden={hidden or '...'},inter={inter or '...'}"
-        option = "" if dtype == DTYPES[0] else f" --dtype {dtype}"
-        return f"{'; '.join(reasons)}; or name it: --moe {sizes},activation={name or '...'}{option}"
-    return Problem(op="moe", n=inter, k=hidden, dtype=dtype, experts=said.experts, top_k=top_k, activation=name)
+        rest = f"top_k={top_k or '...'},hidden={hidden or '...'},inter={inter or '...'},activation={name or '...'}"
+        options = " ".join(f"--moe experts={count},{rest}" for count in counts)
+        spelled = "" if dtype == DTYPES[0] else f" --dtype {dtype}"
+        return f"{'; '.join(reasons)}; or name it: {options}{spelled}"
+    return tuple(
+        Problem(op="moe", n=inter, k=hidden, dtype=dtype, experts=count, top_k=top_k, activation=name)
+        for count in counts
+    )
 
 
 def _part(size: int, what: str, tp: int) -> int:

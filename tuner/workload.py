@@ -14,7 +14,7 @@ import msgspec
 from ..errors import InvalidInput, message
 from ..kernels.moe.model_config import MoeConfig
 from ..kernels.problem import DTYPES, Problem
-from .experts_workload import problem_of_experts
+from .experts_workload import problems_of_experts
 
 __all__ = [
     "ANCHORS",
@@ -87,7 +87,7 @@ def model_names() -> tuple[str, ...]:
     return tuple(_models())
 
 
-def problems_of_model(name: str, *, tp: int = 1, dtype: str = "bfloat16") -> list[Problem]:
+def problems_of_model(name: str, *, tp: int = 1, ep: int = 1, dtype: str = "bfloat16") -> list[Problem]:
     """The problems of one shipped model on one rank: its dense layers, and its routed experts.
 
     Parameters
@@ -95,14 +95,17 @@ def problems_of_model(name: str, *, tp: int = 1, dtype: str = "bfloat16") -> lis
     name : str
         Its name, or a unique prefix or suffix of it; case does not matter, an organisation before "/" is ignored.
     tp : int
-        Tensor parallel size.
+        Tensor parallel size, of experts only without expert parallelism.
+    ep : int
+        Expert parallel size: with more than 1 a rank has some of the experts, whole. Where their number differs
+        between ranks, both problems are there.
     dtype : str
         Of the activations: "bfloat16" or "float16".
 
     Raises
     ------
     InvalidInput
-        The name is unknown or not unique, or a layer cannot be split `tp` ways.
+        The name is unknown or not unique, a layer cannot be split `tp` ways, or there are fewer experts than `ep`.
     """
     model = _models()[_resolve(name)]
     if not model.linears:
@@ -122,9 +125,9 @@ def problems_of_model(name: str, *, tp: int = 1, dtype: str = "bfloat16") -> lis
         hidden=model.moe.hidden,
         inter=model.moe.inter,
     )
-    experts = problem_of_experts(said, None, gated=None, tp=tp, dtype=dtype)
-    if isinstance(experts, Problem):
-        return [*found, experts]
+    experts = problems_of_experts(said, None, gated=None, tp=tp, ep=ep, dtype=dtype)
+    if isinstance(experts, tuple):
+        return [*found, *experts]
     warnings.warn(f"{model.model}: its experts are left out: {experts}", UserWarning, stacklevel=2)
     return found
 
@@ -216,17 +219,19 @@ def _divide(linear: Linear, what: str, size: int, tp: int, unit: int) -> int:
     return size // tp
 
 
-def problems_of_config(path: str | Path, *, tp: int = 1, dtype: str | None = None) -> list[Problem]:
+def problems_of_config(path: str | Path, *, tp: int = 1, ep: int = 1, dtype: str | None = None) -> list[Problem]:
     """The problems of a model described by a Hugging Face config.json (a file, or the folder that holds it).
 
     Its dense layers, shared experts among them, fused as serving engines run them, and its routed experts last. A
     warning says what is left out: attention that is not like Llama's, and experts of which the config does not tell
-    all. `dtype=None` takes the config's own, or bfloat16 when it is neither bfloat16 nor float16.
+    all. `tp` and `ep` are those of `problems_of_model`. `dtype=None` takes the config's own, or bfloat16 when it is
+    neither bfloat16 nor float16.
 
     Raises
     ------
     InvalidInput
-        The file cannot be read or lacks a field, or a dense layer cannot be split `tp` ways.
+        The file cannot be read or lacks a field, a dense layer cannot be split `tp` ways, or there are fewer experts
+        than `ep`.
     """
     from .hf_config import read_config
 
@@ -238,9 +243,9 @@ def problems_of_config(path: str | Path, *, tp: int = 1, dtype: str | None = Non
         warnings.warn(f"{path} describes {config.left_out}: {words}", UserWarning, stacklevel=2)
     left_out: dict[str, list[int]] = {}
     for layer in config.expert_layers:
-        experts = problem_of_experts(config.moe, layer, gated=None, tp=tp, dtype=dtype)
-        if isinstance(experts, Problem):
-            found.append(experts)
+        experts = problems_of_experts(config.moe, layer, gated=None, tp=tp, ep=ep, dtype=dtype)
+        if isinstance(experts, tuple):
+            found += experts
         else:
             left_out.setdefault(experts, []).append(layer)
     for reason, layers in left_out.items():

@@ -142,8 +142,12 @@ def test_warmup_takes_a_checkpoint(write, run):
     [
         (("inspect", "40x64", "--checkpoint", "PATH"), "neither a SHAPE nor"),
         (("inspect", "--checkpoint", "PATH", "--why", "fake_good"), "neither a SHAPE nor"),
-        (("inspect", "--tp", "2"), "--fused and --tp are for --checkpoint"),
+        (("inspect", "--tp", "2"), "--fused, --tp and --ep are for --checkpoint"),
+        (("inspect", "--ep", "2"), "--fused, --tp and --ep are for --checkpoint"),
         (("inspect", "--checkpoint", "PATH", "--tp", "0"), "--tp"),
+        (("inspect", "--checkpoint", "PATH", "--ep", "0"), "--ep; got 0; expected at least 1"),
+        (("inspect", "--checkpoint", "PATH", "--ep", "2"), "has no NVFP4 experts; got --ep 2"),
+        (("tune", "--checkpoint", "PATH", "--ep", "2"), "--ep divides the routed experts of"),
         (("inspect", "--checkpoint", "PATH", "--tp", "3"), "cannot be split over 3 ranks"),
         (("inspect", "--checkpoint", "no/such/folder"), "no such folder"),
         (("tune", "--checkpoint", "no/such/folder"), "no such folder"),

@@ -15,7 +15,7 @@ from nvfp4.cache.store import Store
 from nvfp4.cli.checkpoint import problems_of_checkpoint
 from nvfp4.cli.coverage import Coverage
 from nvfp4.dispatch import table
-from nvfp4.dispatch.checkpoint import Shard, load_experts, open_checkpoint
+from nvfp4.dispatch.checkpoint import Shard, expert_range, load_experts, open_checkpoint
 from nvfp4.dispatch.checkpoint.files import TensorFiles
 from nvfp4.errors import InvalidInput
 from nvfp4.kernels import registry
@@ -121,6 +121,23 @@ def test_a_rank_of_tensor_parallelism_asks_for_its_share(write, asked_for, way):
         read = load_experts(checkpoint, NAME.format(0), shard=Shard(rank=rank, size=2, how="row"))
         made = nvfp4.nn.FusedMoE.from_experts(read, activation=activation, dtype=torch.float16)
         assert asked_for(made, *call(torch.float16)) == [problem]
+
+
+@pytest.mark.filterwarnings("ignore::nvfp4.UntunedWarning")
+@pytest.mark.parametrize("way", ["modelopt", "stacked"])
+@pytest.mark.parametrize(("tp", "ep", "counts"), [(1, 2, [2, 2]), (2, 2, [2, 2]), (1, 3, [2, 1, 1])])
+def test_a_rank_of_expert_parallelism_asks_for_its_experts(write, asked_for, way, tp, ep, counts):
+    tensors, config, activation = WAYS[way]
+    path = write(tensors, config=config)
+    problems = problems_of_checkpoint(path, tp=tp, ep=ep)
+    assert problems == list(dict.fromkeys(moe(experts=count, activation=activation) for count in counts))
+    checkpoint = open_checkpoint(path)
+    for rank, count in enumerate(counts):
+        made = nvfp4.nn.FusedMoE.from_checkpoint(
+            checkpoint, NAME.format(0), activation=activation, dtype=torch.float16,
+            experts=expert_range(EXPERTS, rank, ep),
+        )  # fmt: skip
+        assert asked_for(made, *call(torch.float16)) == [moe(experts=count, activation=activation)]
 
 
 def test_layers_are_taken_one_by_one(write):
@@ -235,6 +252,22 @@ def test_a_layer_with_a_plan_is_covered(write, run, planned):
     assert covered.tune == f"nvfp4 tune --checkpoint {path}"
     stored = 9 * (40 * 64 + (2 * 4 + 2) * 3 * INTER * HIDDEN) // 16
     assert covered.bytes["checkpoint"] == covered.bytes["planned"] == stored
+
+
+def test_a_layer_counts_once_where_ranks_differ(write, run, planned, columns):
+    path = write(DENSE | layer(0, count=7) | layer(2), config=CONFIG | {"num_local_experts": None})
+    options = ("inspect", "--checkpoint", path, "--ep", "2", "--db", planned)
+    covered = msgspec.json.decode(run(*options, "--json").out, type=Coverage)
+    experts = [(one.problem.experts, one.status, one.layers) for one in covered.problems[1:]]
+    first, last = (NAME.format(0),), (NAME.format(2),)
+    assert experts == [(4, "plan", first), (3, "default", first), (2, "default", last)]
+    assert (covered.planned_layers, covered.layers, covered.extra, covered.ep) == (0, 3, 1, 2)
+    assert covered.tune == f"nvfp4 tune --checkpoint {path} --ep 2"
+    stored = 9 * (40 * 64 + (4 + 2) * 3 * INTER * HIDDEN) // 16  # of the first rank
+    assert covered.bytes["checkpoint"] == stored
+    words = " ".join(run(*options, columns=columns).out.split())
+    assert ", 1 of 2 ranks" in words and "0 of 3 layers have a plan" in words
+    assert "1 layer of these are for multi-token prediction" in words
 
 
 @pytest.mark.parametrize(("roles", "config"), [(GATED, CONFIG), (PLAIN, RELU2)])

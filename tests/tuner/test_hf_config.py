@@ -6,6 +6,7 @@ import warnings
 import pytest
 from nvfp4.errors import InvalidInput
 from nvfp4.kernels.problem import Problem
+from nvfp4.kernels.weights.shard import expert_range
 from nvfp4.tuner.workload import problems_of_config, problems_of_model
 
 QWEN3 = {
@@ -239,3 +240,39 @@ def test_some_layers_are_left_out(derive):
 def test_a_number_of_layers_is_needed(derive):
     with pytest.raises(InvalidInput, match="num_hidden_layers; expected a number of layers"):
         derive(SMALL | {"num_hidden_layers": None})
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "counts", "inter"),
+    [(1, 1, [128], 768), (2, 1, [128], 384), (1, 8, [16], 768), (8, 8, [16], 768), (4, 12, [11, 10], 768)],
+)
+def test_experts_are_divided_or_cut(derive, tp, ep, counts, inter):
+    expected = [moe(inter, 2048, experts=count, top_k=8) for count in counts]
+    found = derive(QWEN3 | {"num_key_value_heads": 8}, tp=tp, ep=ep)
+    assert of_experts(found) == of_experts(problems_of_model("Qwen3-30B-A3B", tp=tp, ep=ep)) == expected
+    dense = derive(QWEN3 | {"num_key_value_heads": 8}, tp=tp)
+    assert [one for one in found if one.op == "gemm"] == [one for one in dense if one.op == "gemm"]
+
+
+def test_every_rank_has_one_of_the_problems(derive):
+    held = {len(expert_range(8, rank, 3)) for rank in range(3)}
+    assert {problem.experts for problem in of_experts(derive(SMALL, ep=3))} == held
+
+
+def test_experts_that_cannot_be_cut_can_be_divided(derive):
+    assert of_experts(derive(GPT_OSS, tp=4, ep=4)) == [
+        moe(2880, 2880, experts=8, top_k=4, activation="swigluoai"),
+    ]
+
+
+def test_of_uneven_ranks_every_part_is_named(derive):
+    with pytest.warns(UserWarning) as told:
+        derive(SMALL | {"hidden_act": None}, ep=3)
+    rest = "top_k=2,hidden=256,inter=64,activation=..."
+    assert str(told[0].message).endswith(f"; or name it: --moe experts=3,{rest} --moe experts=2,{rest}")
+
+
+def test_more_ranks_than_experts_are_refused(derive):
+    for config in (SMALL, SMALL | {"hidden_act": None}):
+        with pytest.raises(InvalidInput, match="divided over 9 ranks; got 8 a layer; expected at least 9; use fewer"):
+            derive(config, ep=9)
