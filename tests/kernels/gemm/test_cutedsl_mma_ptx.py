@@ -1,8 +1,6 @@
 """`cutedsl_mma` run on NumPy: the PTX that CuTe DSL makes, through the launcher, on inputs with every kind of tail."""
 
 import re
-import tempfile
-from functools import cache
 
 import numpy as np
 import pytest
@@ -15,6 +13,7 @@ from nvfp4.kernels.weights.codec import dequantize, pack_codes
 from nvfp4.kernels.weights.layouts import to_layout
 from nvfp4.testing import ptx
 from nvfp4.testing.gemm import GemmCase
+from nvfp4.testing.ptx_of import ptx_of_cutedsl
 
 pytest.importorskip("cutlass")
 
@@ -27,14 +26,8 @@ def card(capability):
     return Device(kind="cuda", name="card", capability=capability, units=8, smem_bytes=SMEM_BYTES[capability])
 
 
-@cache
 def ptx_of(shape, arch):
-    from cutlass import cute
-
-    function, arguments = module.arguments(shape)
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch {arch} --keep-ptx --dump-dir={folder}"
-        return cute.compile(function, *arguments, options=options).artifacts.PTX
+    return ptx_of_cutedsl(lambda: module.arguments(shape), arch, f"cutedsl_mma {shape}").decode()
 
 
 @pytest.fixture

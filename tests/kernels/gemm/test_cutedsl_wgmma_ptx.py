@@ -1,8 +1,5 @@
 """`cutedsl_wgmma` run on NumPy: the PTX of CuTe DSL, through the launcher, on inputs with every kind of tail."""
 
-import tempfile
-from functools import cache
-
 import numpy as np
 import pytest
 import torch
@@ -12,6 +9,7 @@ from nvfp4.kernels.gemm._cutedsl_wgmma import launch as module
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing import ptx
 from nvfp4.testing.gemm import GemmCase
+from nvfp4.testing.ptx_of import ptx_of_cutedsl
 
 pytest.importorskip("cutlass")
 
@@ -21,14 +19,8 @@ KERNEL = cutedsl_wgmma.CuteDslWgmma()
 CARD = Device(kind="cuda", name="card", capability=(9, 0), units=3, smem_bytes=232448)
 
 
-@cache
 def ptx_of(shape):
-    from cutlass import cute
-
-    function, arguments = module.arguments(shape)
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch sm_90a --keep-ptx --dump-dir={folder}"
-        return cute.compile(function, *arguments, options=options).artifacts.PTX
+    return ptx_of_cutedsl(lambda: module.arguments(shape), "sm_90a", f"cutedsl_wgmma {shape}").decode()
 
 
 @pytest.fixture

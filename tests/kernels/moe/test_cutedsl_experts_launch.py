@@ -78,9 +78,9 @@ def test_moe(activation, top_k, changes, seed):
 
 
 def test_moe_in_parts_gives_the_same_bits(monkeypatch):
-    whole, launched = run(CuteDslMoe(), MOE, USUAL, 11, 5)
-    monkeypatch.setattr(cutedsl_moe, "WORKSPACE_BYTES", 5 * MOE.top_k * (4 * MOE.k + 2 * MOE.n))
-    parts, more = run(CuteDslMoe(), MOE, USUAL, 11, 5, order=3)
-    assert len(launched) == 5 and len(more) == 15  # parts of 4, 4 and 3 tokens
+    whole, launched = run(CuteDslMoe(), MOE, USUAL, 5, 261)
+    monkeypatch.setattr(cutedsl_moe, "WORKSPACE_BYTES", 2 * MOE.top_k * (4 * MOE.k + 2 * MOE.n))
+    parts, more = run(CuteDslMoe(), MOE, USUAL, 5, 261, order=3)
+    assert len(launched) == 5 and len(more) == 15  # parts of 2, 2 and 1 tokens
     finite = ~whole.isnan()
     assert torch.equal(whole[finite], parts[finite]) and torch.equal(finite, ~parts.isnan())

@@ -2,34 +2,27 @@
 
 import re
 import struct
-import tempfile
 from dataclasses import replace
-from functools import cache
 
 import numpy as np
 import pytest
 import torch
+from nvfp4.kernels.moe._cutedsl_experts.launch import arguments
 from nvfp4.kernels.moe._cutedsl_experts.shape import ExpertShape
 from nvfp4.kernels.moe.activations import ACTIVATIONS, activate, constants
 from nvfp4.kernels.weights.codec import dequantize
 from nvfp4.kernels.weights.layouts import to_layout
 from nvfp4.testing import ptx
 from nvfp4.testing.experts import random_weight
+from nvfp4.testing.ptx_of import ptx_of_cutedsl
 
 pytest.importorskip("cutlass")
 
 pytestmark = pytest.mark.slow
 
 
-@cache
 def ptx_of(shape):
-    from cutlass import cute
-    from nvfp4.kernels.moe._cutedsl_experts.launch import arguments
-
-    function, given = arguments(shape)
-    with tempfile.TemporaryDirectory() as folder:
-        options = f"--gpu-arch sm_90a --keep-ptx --dump-dir={folder}"
-        return cute.compile(function, *given, options=options).artifacts.PTX
+    return ptx_of_cutedsl(lambda: arguments(shape), "sm_90a", f"cutedsl_experts {shape}").decode()
 
 
 def shape_of(result, **changes):
@@ -124,7 +117,7 @@ def close(got, right, bits):
     assert bool(((got.double() - right).abs() <= limit).all()), float(((got.double() - right).abs() / limit).max())
 
 
-COUNTS = [5, 0, 33, 70, 1]
+COUNTS = [5, 0, 65, 1]
 SHAPES = [
     {},
     {"pieces": 2},
@@ -134,8 +127,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize(("changes", "n"), [(SHAPES[0], 101), (SHAPES[1], 136), (SHAPES[2], 136)], ids=str)
+@pytest.mark.parametrize(("changes", "n"), [(SHAPES[0], 101), (SHAPES[2], 136)], ids=str)
 def test_out(changes, n):
+    """Rows that end on no 16-byte boundary and are stored one by one, and such that do."""
     shape = shape_of("out", wide_stores=n % 8 == 0, **changes)
     dtype, k = torch.float16 if shape.float16 else torch.bfloat16, 208
     g = torch.Generator().manual_seed(n)
@@ -150,7 +144,7 @@ def test_out(changes, n):
     assert bool((got[m:] == 7).all()), "rows of no expert are not touched"
 
 
-@pytest.mark.parametrize("changes", SHAPES[1:], ids=str)
+@pytest.mark.parametrize("changes", SHAPES[2:], ids=str)
 def test_summands(changes):
     shape = shape_of("summand", **changes)
     dtype, k, n = torch.float16 if shape.float16 else torch.bfloat16, 96, 144
@@ -171,43 +165,42 @@ def test_summands(changes):
 
 
 @pytest.mark.parametrize(
-    ("changes", "name"),
-    [*((changes, "swiglu") for changes in SHAPES), (SHAPES[1], "relu2"), (SHAPES[4], "relu2")],
-    ids=str,
+    ("changes", "name"), [*((changes, "swiglu") for changes in SHAPES[1:4]), (SHAPES[4], "relu2")], ids=str
 )
 def test_activated(changes, name):
-    check_activated(changes, name, inter=80)
+    """With bias, factors and a vector. A warpgroup has one part of 64 rows, or two (SHAPES[3:])."""
+    check_activated(changes, name, COUNTS, inter=80)
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in ACTIVATIONS])
 def test_every_activation(name):
-    check_activated({"tokens": 16}, name, inter=16, bare=True)
+    check_activated({"tokens": 16}, name, [4, 0, 2], inter=16, bare=True)
 
 
-def check_activated(changes, name, *, inter, bare=False):
+def check_activated(changes, name, counts, *, inter, bare=False):
     gated = name != "relu2"
     shape = shape_of("activated", activation=name, gated=gated, **changes)
     dtype, k = torch.float16 if shape.float16 else torch.bfloat16, 96
     g = torch.Generator().manual_seed(2)
     rows = inter * (2 if gated else 1)
-    weight, scale, global_scale = random_weight(len(COUNTS), rows, k, g, parts=2 if gated else 1)
-    m = sum(COUNTS)
+    weight, scale, global_scale = random_weight(len(counts), rows, k, g, parts=2 if gated else 1)
+    m = sum(counts)
     x = torch.randn(m, k, generator=g).to(dtype)
     x[3] = torch.nan
     values = constants(name)
-    bias = torch.randn(len(COUNTS), rows, generator=g).to(dtype)
+    bias = torch.randn(len(counts), rows, generator=g).to(dtype)
     factors = 0.5 + torch.rand(m, generator=g)
-    vector = (0.5 + torch.rand((len(COUNTS), inter), generator=g)).to(dtype)
+    vector = (0.5 + torch.rand((len(counts), inter), generator=g)).to(dtype)
     given = {} if bare else {"bias": bias, "factors": factors, "vector": vector}
     out = torch.full((m + 1, inter), 7.0, dtype=dtype)
     blob = blobs(weight, scale, glu=gated, dtype=dtype)
-    got = run(shape, x, blob, global_scale, COUNTS, out, n=inter, constants=values, **given)
-    a = products(x, weight, scale, COUNTS) * per_row(global_scale.repeat_interleave(inter, 1), COUNTS)
+    got = run(shape, x, blob, global_scale, counts, out, n=inter, constants=values, **given)
+    a = products(x, weight, scale, counts) * per_row(global_scale.repeat_interleave(inter, 1), counts)
     if not bare:
-        a = (a + per_row(bias, COUNTS).double()) * factors[:, None]
+        a = (a + per_row(bias, counts).double()) * factors[:, None]
     right = activate(name, *(a.chunk(2, 1) if gated else (a, None)), values)
     if not bare:
-        right = right * per_row(vector, COUNTS).double()
+        right = right * per_row(vector, counts).double()
     nan = right.isnan()
     assert torch.equal(got[:m].isnan(), nan) and bool(nan[3].all()) and int(nan.sum()) == inter
     close(got[:m].where(~nan, 0), right.where(~nan, 0), 7 if dtype == torch.bfloat16 else 10)
