@@ -101,13 +101,12 @@ def problems_of_experts(
     Raises
     ------
     InvalidInput
-        Fewer experts than expert parallel ranks.
+        `ep` is below 1 or above the number of experts.
     """
-    if 0 < said.experts < ep:
+    if not 1 <= ep <= said.experts:
         raise InvalidInput(
-            message(f"experts cannot be divided over {ep} ranks", got=f"{said.experts} a layer",
-                    expected=f"at least {ep}", do="use fewer ranks")
-        )  # fmt: skip
+            message("expert parallel size", got=ep, expected=f"1 to {said.experts}, the number of experts of a layer")
+        )
     counts = dict.fromkeys(len(expert_range(said.experts, rank, ep)) for rank in range(ep))
     reasons: list[str] = []
 

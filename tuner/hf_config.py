@@ -25,10 +25,14 @@ OTHER_KINDS = {
     "mamba_num_heads": "state space layers",
     "mamba_d_state": "state space layers",
     "global_head_dim": "two kinds of attention heads",
+    "num_attention_groups": "attention of Step models",
 }
 # The inner size of dense MLPs, where experts have another.
 DENSE_INTER = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size")
-SHARED_INTER = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
+SHARED_INTER = (
+    *("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size"),
+    *("shared_intermediate_size", "share_expert_dim"),
+)
 SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 ONE_SHARED = ("llama4", "llama4_text")  # models whose layers of experts have a shared one, which no field tells
 BESIDE = "enable_moe_block"  # Gemma 4: every layer has a dense MLP beside its experts
@@ -96,7 +100,7 @@ def read_config(path: Path) -> ModelShape:
         raise InvalidInput(message("sizes of the model", got=config, expected="positive numbers"))
     linears = [] if other else _attention(config)
     if not kinds or "dense" in kinds or fields.get(BESIDE):
-        linears += _dense(fields, config.hidden_size)
+        linears += _dense(fields, moe, config.hidden_size)
     if "experts" in kinds:
         linears += _around_experts(fields, moe, config.hidden_size)
     if not config.tie_word_embeddings:
@@ -123,13 +127,13 @@ def _attention(config: _Config) -> list[Linear]:
     ]
 
 
-def _dense(fields: Mapping[str, object], hidden: int) -> list[Linear]:
+def _dense(fields: Mapping[str, object], moe: MoeConfig, hidden: int) -> list[Linear]:
     inter = first_size(fields, DENSE_INTER)
     if not inter:
         raise InvalidInput(
             message("intermediate_size", got=fields.get("intermediate_size"), expected="a positive number")
         )
-    return _mlp("mlp", hidden, inter, read_moe_config(fields))
+    return _mlp("mlp", hidden, inter, moe)
 
 
 def _around_experts(fields: Mapping[str, object], moe: MoeConfig, hidden: int) -> list[Linear]:

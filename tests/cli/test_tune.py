@@ -62,7 +62,7 @@ def test_without_a_winner_it_ends_with_4_and_a_damaged_database_is_moved_aside(r
         (("--shape", "40,64", "--m", "0"), "values of M"),
         (("--shape", "40,64", "--tp", "0"), "--tp"),
         (("--model", "mixtral", "--ep", "-1"), "--ep; got -1; expected at least 1"),
-        (("--model", "mixtral", "--ep", "9"), "experts cannot be divided over 9 ranks; got 8 a layer"),
+        (("--model", "mixtral", "--ep", "9"), "expert parallel size; got 9; expected 1 to 8, the number of experts"),
         (("--model", "mixtral", "--tp", "4", "--ep", "2"), "got --tp 4 --ep 2; expected a multiple of 4 for --ep"),
         (("--model", "llama-3.1-8b", "--ep", "2"), "--ep divides the routed experts of"),
         (("--moe", "experts=8,top_k=2,hidden=64,inter=32", "--ep", "2"), "--moe and --grouped name the part of one"),

@@ -21,6 +21,12 @@ DEEPSEEK = {
     "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8, "moe_intermediate_size": 2048,
     "first_k_dense_replace": 3, "moe_layer_freq": 1, "q_lora_rank": 1536, "kv_lora_rank": 512,
 }  # fmt: skip
+DEEPSEEK_V4 = {
+    "model_type": "deepseek_v4", "hidden_size": 4096, "num_hidden_layers": 43, "num_attention_heads": 64,
+    "num_key_value_heads": 1, "head_dim": 512, "vocab_size": 129280, "hidden_act": "silu", "swiglu_limit": 10.0,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 2048,
+    "q_lora_rank": 1024, "o_lora_rank": 1024, "tie_word_embeddings": False,
+}  # fmt: skip
 GPT_OSS = {
     "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 24, "num_attention_heads": 64,
     "num_key_value_heads": 8, "head_dim": 64, "intermediate_size": 2880, "vocab_size": 201088, "hidden_act": "silu",
@@ -103,6 +109,7 @@ def test_the_problems_are_those_of_the_shipped_model(derive, name, config, tp):
     ("name", "config", "kinds", "dense"),
     [
         ("DeepSeek-V3", DEEPSEEK, "multi-head latent attention", ["mlp", "shared_expert", "lm_head"]),
+        ("DeepSeek-V4-Flash", DEEPSEEK_V4, "multi-head latent attention", ["shared_expert", "lm_head"]),
         ("Nemotron-3-Nano-30B-A3B", NEMOTRON, "state space layers", ["shared_expert", "lm_head"]),
         ("Nemotron-3-Super-120B-A12B", LATENT, "state space layers", ["shared_expert", "latent", "lm_head"]),
         ("Gemma-4-26B-A4B", GEMMA, "two kinds of attention heads", ["mlp", "lm_head"]),
@@ -178,6 +185,7 @@ def test_which_layers_have_experts(derive, fields, has):
     [
         ({"shared_expert_intermediate_size": 128}, 128),
         ({"n_shared_experts": 2}, 128),
+        ({"share_expert_dim": 48}, 48),
         ({"num_shared_expert": [1, 1, 1, 1]}, 64),
         ({"shared_intermediate_size": 0, "num_shared_experts": None}, 0),
         ({"moe_shared_expert_intermediate_size": 96, "num_shared_experts": 2}, 192),
@@ -191,6 +199,17 @@ def test_shared_experts_are_dense_layers(derive, fields, inter):
     mlps = {(1024, 256), (256, 512)} if "first_k_dense_replace" in fields else set()
     shared = {(rows, 256), (256, abs(inter))} if inter else set()
     assert found == {(768, 256), (256, 256), (1000, 256)} | shared | mlps
+
+
+def test_attention_that_only_looks_like_llamas_is_left_out(derive):
+    step = SMALL | {"num_experts": None, "moe_num_experts": 8, "moe_top_k": 2, "num_attention_groups": 2}
+    with pytest.warns(UserWarning, match="describes attention of Step models: linears outside MLPs"):
+        assert derive(step | {"moe_layers_enum": "2,3"}) == [
+            MLP,
+            Problem(n=256, k=512),
+            Problem(n=1000, k=256),
+            EXPERTS,
+        ]
 
 
 def test_a_dense_mlp_without_a_gate(derive):
@@ -272,7 +291,8 @@ def test_of_uneven_ranks_every_part_is_named(derive):
     assert str(told[0].message).endswith(f"; or name it: --moe experts=3,{rest} --moe experts=2,{rest}")
 
 
-def test_more_ranks_than_experts_are_refused(derive):
+@pytest.mark.parametrize("ep", [0, 9])
+def test_more_ranks_than_experts_or_none_are_refused(derive, ep):
     for config in (SMALL, SMALL | {"hidden_act": None}):
-        with pytest.raises(InvalidInput, match="divided over 9 ranks; got 8 a layer; expected at least 9; use fewer"):
-            derive(config, ep=9)
+        with pytest.raises(InvalidInput, match=f"expert parallel size; got {ep}; expected 1 to 8, the number of"):
+            derive(config, ep=ep)
