@@ -62,16 +62,16 @@ def test_sorts_as_the_other_does(name, device):
     check_tiles(got, offsets.tolist(), tile_rows)
 
 
-MANY = {"more pairs than the counting kernel asks for at a time": (random_ids(400, 8, 60, 5), 60, None)}
+MORE_CASES = {**CASES, "more pairs than the counting kernel asks for at a time": (random_ids(400, 8, 60, 5), 60, None)}
 
 
-@pytest.mark.parametrize("name", CASES | MANY)
+@pytest.mark.parametrize("name", MORE_CASES)
 def test_several_blocks_sort_as_one_does(name, monkeypatch):
     """Of 64 pairs each, or as many as there may be blocks for."""
     monkeypatch.setattr(cuda_routing, "ONE_BLOCK_PAIRS", 0)
     monkeypatch.setattr(cuda_routing, "PART_PAIRS", 64)
     monkeypatch.setattr(cuda_routing, "MAX_PARTS", 3)
-    ids, experts, expert_map = (CASES | MANY)[name]
+    ids, experts, expert_map = MORE_CASES[name]
     with simulated([ids] if expert_map is None else [ids, expert_map], seed=len(name)) as launched:
         got = CudaRouting(SMALL, experts)(ids, expert_map, 8)
     assert launched == (["route"] if ids.numel() <= 64 else ["count", "route"])
