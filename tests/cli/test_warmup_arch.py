@@ -11,6 +11,8 @@ from nvfp4.cache.records import Environment, Interval, LayoutPlan, Plan
 from nvfp4.cache.store import Store
 from nvfp4.dispatch.offline import TYPICAL
 from nvfp4.dispatch.segments import decide
+from nvfp4.kernels import build as build_module
+from nvfp4.kernels import registry
 from nvfp4.kernels.cuda import program_cache
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.kernels.triton_launch import interpreting
@@ -90,8 +92,16 @@ def build(folder, candidates, home):
     return json.loads(done.stdout)
 
 
+@pytest.fixture
+def few(monkeypatch):
+    """One process that compiles, which imports the compilers once, and one card that stands for an architecture."""
+    monkeypatch.setattr(build_module, "available_cores", lambda: 1)
+    for capability, devices in TYPICAL.items():
+        monkeypatch.setitem(TYPICAL, capability, devices[:1])
+
+
 @pytest.mark.slow
-def test_the_folder_is_all_that_another_process_needs(run, tmp_path):
+def test_the_folder_is_all_that_another_process_needs(run, tmp_path, few):
     pytest.importorskip("cutlass")
     db, folder = tmp_path / "tuned.db", tmp_path / "kernels"
     plan = save_plan(db, H200, "fragment1-bf16", "checkpoint")
@@ -101,7 +111,7 @@ def test_the_folder_is_all_that_another_process_needs(run, tmp_path):
     assert done.code == 0, done.err
     assert os.environ.get("NVFP4_KERNEL_CACHE") == before
     first = json.loads(done.out)
-    assert first["folder"] == str(folder) and first["failed"] == 0 and first["compiled"] > 20
+    assert first["folder"] == str(folder) and first["failed"] == 0 and first["compiled"] > 10
     on_h200 = [(c["kernel"], c["config"]) for c in first["candidates"] if c["arch"] == "sm_90a"]
     wanted = {(i.kernel, i.config) for layout in plan.layouts for i in layout.intervals}
     assert sorted(on_h200) == sorted(wanted)  # the plan covers every layout, so there are no defaults
@@ -187,7 +197,9 @@ def test_only_programs_are_opened_to_all(tmp_path):
     assert [path.stat().st_mode & 0o777 for path in (folder, program, other, outside)] == [0o755, 0o644, 0o600, 0o600]
 
 
-def test_a_program_that_cannot_be_saved_is_an_error(run, tmp_path):
+def test_a_program_that_cannot_be_saved_is_an_error(run, tmp_path, few, monkeypatch):
+    kernel = registry.get("triton_fused")
+    monkeypatch.setattr(registry, "_all", lambda: {kernel.name: kernel})  # one is enough
     folder = tmp_path / "kernels"
     folder.mkdir()
     (folder / "entries").write_text("")  # where a folder should be

@@ -77,15 +77,15 @@ def test_defaults(m):
     check(WIDE, KERNEL.default_config(H200, WIDE, m))
 
 
-@pytest.mark.parametrize(("problem", "m"), [(HALF, 16), (HALF, 512), (ODD, 64), (ODD, 256)], ids=str)
+@pytest.mark.parametrize(("problem", "m"), [(HALF, 512), (ODD, 64)], ids=str)
 def test_float16_and_rows_of_out_that_are_not_aligned(problem, m):
     check(problem, KERNEL.default_config(H200, problem, m))
 
 
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.parametrize("index", range(8))
 def test_a_sample_of_the_space(index):
     configs = valid_shapes()
-    check(WIDE, configs[index * len(configs) // 16])
+    check(WIDE, configs[index * len(configs) // 8])
 
 
 def test_equal_shapes_are_compiled_once(monkeypatch):
