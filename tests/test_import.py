@@ -8,14 +8,11 @@ import nvfp4
 import torch
 
 CODE = """
-import json, sys, time
+import json, sys
 import torch
 before = set(sys.modules)
-start = time.perf_counter()
 import nvfp4
-seconds = time.perf_counter() - start
 print(json.dumps({
-    "seconds": seconds,
     "modules": sorted(set(sys.modules) - before),
     "cuda": torch.cuda.is_initialized(),
     "ops": sorted(name for name in ("gemm", "dequantize", "grouped_gemm", "moe") if hasattr(torch.ops.nvfp4, name)),
@@ -45,7 +42,6 @@ def test_import_loads_nothing_heavy():
     }
     assert not report["cuda"]
     assert report["ops"] == ["dequantize", "gemm", "grouped_gemm", "moe"]
-    assert report["seconds"] < 2  # about 0.05 on an idle machine
 
 
 def test_public_names():

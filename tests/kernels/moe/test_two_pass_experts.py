@@ -54,7 +54,7 @@ def test_grouped(kernel, seed, chunks):
 
 @interpreted
 @pytest.mark.parametrize("kernel", [two_pass_moe.KERNEL, two_pass_moe_fragment.KERNEL], ids=lambda k: k.name)
-@pytest.mark.parametrize("seed", [1, 10, 28, 55])
+@pytest.mark.parametrize(("seed", "chunks"), [(1, False), (10, True), (28, True), (55, False)], indirect=["chunks"])
 def test_options_of_moe(kernel, seed, chunks):
     activation = ("swiglu", "relu2", "swigluoai", "situ", "geglu")[seed % 5]
     dtype, top_k = "bfloat16" if seed % 2 else "float16", 1 if seed & 32 else 2
