@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..errors import InvalidInput, message
 from ..kernels.weights.codec import GROUP
@@ -278,12 +279,19 @@ def refuse_grad() -> None:
 
 
 def refuse_tracked(x: Tensor) -> None:
-    """Raise where x has a gradient to record, as far as the ops cannot see it.
+    """Raise where x has a gradient to record, or a tangent, as far as the ops cannot see it.
 
-    `torch.func.grad` and its like hand them what x wraps: it would count as a constant, and gradients come out as 0.
+    `torch.func.grad`, `jvp` and their like hand them what x wraps: it would count as a constant, and its derivatives
+    come out as 0.
     """
-    if x.requires_grad and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling():
+        return
+    if x.requires_grad and torch.is_grad_enabled():
         refuse_grad()
+    if forward_ad.unpack_dual(x).tangent is not None:  # type: ignore[no-untyped-call]
+        raise InvalidInput(
+            message("nvfp4 ops have no gradient", got="x with a tangent", do="pass x.detach() where x is a constant")
+        )
 
 
 def _check_checkpoint(

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation as get_activation
@@ -91,7 +92,7 @@ def grouped_gemm(
 
     Rows [expert_offsets[e], expert_offsets[e + 1]) are multiplied by the transposed weight of expert e: products are
     accumulated in float32, times the global scale, and rounded once. Rows of no expert give zeros. Offsets are read by
-    the kernels only: wrong ones give wrong results.
+    the kernels only: wrong ones give wrong results. No gradient, as `gemm`.
 
     Parameters
     ----------
@@ -128,7 +129,7 @@ def grouped_gemm(
     if isinstance(w, Weight) and own_layout != "checkpoint":
         out_features = w.out_features if out_features is None else out_features
         _check_size(x, "weight", w, out_features, _width(x))
-    if getattr(x, "requires_grad", False):
+    if getattr(x, "requires_grad", False) or forward_ad._current_level >= 0:
         refuse_tracked(x)
     return torch.ops.nvfp4.grouped_gemm.default(  # type: ignore[no-any-return]
         x, weight, scale, scale_2, _given("expert_offsets", expert_offsets), layout=own_layout or layout,
@@ -164,7 +165,8 @@ def moe(
     """A layer of experts: for every token the weighted sum of its experts' results. `docs/moe.md` has the formula.
 
     Sums are float32. Rounded to x's dtype are x * pre_quant_scale, the activation's result (once more after
-    w2_pre_quant_scale), and the sum over a token's experts.
+    w2_pre_quant_scale), and the sum over a token's experts. No gradient, as `gemm`: topk_weights and biases that
+    require one count as constants.
 
     Parameters
     ----------
@@ -258,7 +260,7 @@ def moe(
             "w13_bias": w13_bias,
             "w2_bias": w2_bias,
         }
-    if getattr(x, "requires_grad", False):
+    if getattr(x, "requires_grad", False) or forward_ad._current_level >= 0:
         refuse_tracked(x)
     return torch.ops.nvfp4.moe.default(  # type: ignore[no-any-return]
         x,

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ..errors import InvalidInput, message
 from ..kernels.weights import codec
@@ -185,8 +186,8 @@ def gemm(
     """(x * pre_quant_scale) times the transposed dequantised weight, plus bias.
 
     x * pre_quant_scale is rounded to x's dtype; products are accumulated in float32, times the global scale, plus
-    bias, and rounded once. For inference: the result has no gradient, and an x that requires one raises unless grad
-    mode is off.
+    bias, and rounded once. For inference: the result has no gradient. An x that requires one raises unless grad mode is
+    off; other tensors that do, such as a bias that is a parameter, count as constants.
 
     Parameters
     ----------
@@ -241,7 +242,7 @@ def gemm(
         raise InvalidInput(message("weight_scale_2 is missing", do="pass it, or pass a Weight from nvfp4.pack"))
     else:
         weight = w
-    if getattr(x, "requires_grad", False):
+    if getattr(x, "requires_grad", False) or forward_ad._current_level >= 0:
         refuse_tracked(x)
     if out is not None:
         _gemm_out_op(

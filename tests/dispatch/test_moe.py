@@ -377,3 +377,9 @@ def test_a_transform_that_asks_for_a_gradient_is_refused():
     offsets = torch.tensor([0, 2, 4, 4, len(case.x)], dtype=torch.int32)
     with pytest.raises(nvfp4.InvalidInput, match="nvfp4 ops have no gradient"):
         torch.func.grad(lambda x: nvfp4.grouped_gemm(x, *first, offsets).sum())(case.x)
+    for product in (
+        lambda x: nvfp4.moe(x, *case.weights, case.ids, case.router),
+        lambda x: nvfp4.grouped_gemm(x, *first, offsets),
+    ):
+        with pytest.raises(nvfp4.InvalidInput, match="no gradient; got x with a tangent"):
+            torch.func.jvp(product, (case.x,), (case.x,))

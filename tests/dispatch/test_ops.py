@@ -342,3 +342,25 @@ def test_a_transform_that_asks_for_a_gradient_is_refused(exact, case, transform)
         transform(product)(c.x)
     scaled = torch.func.grad(lambda x: (x * product(x.detach())).sum())(c.x)
     assert torch.equal(scaled, product(c.x).expand_as(c.x))
+
+
+@pytest.mark.parametrize("transform", [lambda f: lambda x: torch.func.jvp(f, (x,), (x,)), torch.func.jacfwd])
+def test_a_transform_that_asks_for_a_tangent_is_refused(exact, case, transform):
+    c = case()
+
+    def product(x):
+        return nvfp4.gemm(x, c.weight, c.scale, c.gs).sum()
+
+    with pytest.raises(nvfp4.InvalidInput, match="no gradient; got x with a tangent"):
+        transform(product)(c.x)
+    _, tangent = torch.func.jvp(lambda x: x.sum() * product(c.x), (c.x,), (torch.ones_like(c.x),))
+    assert torch.equal(tangent, c.x.numel() * product(c.x))
+
+
+def test_dual_numbers_are_refused(exact, case):
+    c = case()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(c.x, torch.ones_like(c.x))
+        with pytest.raises(nvfp4.InvalidInput, match="x with a tangent"):
+            nvfp4.gemm(dual, c.weight, c.scale, c.gs)
+        assert torch.equal(nvfp4.gemm(c.x, c.weight, c.scale, c.gs), c.ref)
