@@ -19,6 +19,7 @@ FORMAT = "nvfp4-pack-quantized"
 FORMATS = (None, FORMAT, "mixed-precision", "dense")  # "dense": quantised, but saved before it was packed
 PRESETS = ("NVFP4", "NVFP4A16")
 REGEX = "re:"
+CLASS = "Linear"  # a target that covers all linear layers
 
 
 def describe_args(args: CtArgs | None, form: str | None) -> str:
@@ -59,7 +60,7 @@ class CompressedTensorsRules:
             value = getattr(self.config, field)
             if value and value.get("format") != "dense":
                 raise Unsupported(message(f"{self.source}: unsupported {field}", got=value, expected="none"))
-        for target in (*(target for target, _, _ in self._targets), *(self.config.ignore or ())):
+        for target in (*(target for target, _ in self._targets), *(self.config.ignore or ())):
             self._check_pattern(target)
         kinds = {name: kind for name, _, kind in self._groups}
         if NVFP4 not in kinds.values():
@@ -99,32 +100,27 @@ class CompressedTensorsRules:
         return frozenset(kind for _, _, kind in self._groups)
 
     @cached_property
-    def _targets(self) -> list[tuple[str, str, str]]:
-        """(target, group, kind), in the order in which they are tried."""
-        found = [(target, name, kind) for name, targets, kind in self._groups for target in targets]
+    def _targets(self) -> list[tuple[str, str]]:
+        """(target, kind), in the order in which they are tried."""
+        found = [(target, kind) for _, targets, kind in self._groups for target in targets]
         return sorted(found, key=lambda entry: (entry[0].startswith(REGEX), entry[0]))
 
-    def answer(self, name: str, module_class: str = "Linear") -> Answer:
+    def answer(self, name: str) -> Answer:
         """By the ignore list, then by targets."""
-        ignored = _first(self.config.ignore or (), name, module_class)
-        if ignored is not None:
-            return self._as(DENSE, f"ignored by {ignored!r}")
+        ignored = self.config.ignore or ()
+        if CLASS in ignored or _first(ignored, name) is not None:
+            return Answer(algo=DENSE)
+        target = _first((target for target, _ in self._targets), name)
         parts = fused_parts(name)
-        if parts and _first((target for target, _, _ in self._targets), name, "") is None:
-            return agreed(name, {part: self.answer(part, module_class) for part in parts})
-        target = _first((target for target, _, _ in self._targets), name, module_class)
-        if target is None:
-            return self._as(DENSE, "no target fits")
-        kind = next(kind for known, _, kind in self._targets if known == target)
-        return self._as(kind, f"target {target!r}")
-
-    def _as(self, kind: str, reason: str) -> Answer:
-        size = 16 if kind == NVFP4 else 0
-        return Answer(algo=kind, group_size=size, dialect=self.dialect, reason=reason)
+        if target is None and parts:
+            return agreed(name, {part: self.answer(part) for part in parts})
+        kinds = dict(reversed(self._targets))  # of a target in two groups the first counts
+        kind = kinds.get(CLASS if target is None else target, DENSE)
+        return Answer(algo=kind, group_size=16 if kind == NVFP4 else 0)
 
 
-def _first(targets: Iterable[str], name: str, module_class: str) -> str | None:
-    targets = tuple(targets)
+def _first(targets: Iterable[str], name: str) -> str | None:
+    """The first of the names and patterns that fits."""
     spellings = aliases(name)
     for target in targets:
         if target.startswith(REGEX):
@@ -133,4 +129,4 @@ def _first(targets: Iterable[str], name: str, module_class: str) -> str | None:
                 return target
         elif target in spellings:
             return target
-    return next((target for target in targets if target == module_class), None)
+    return None

@@ -47,22 +47,20 @@ class QuantConfig:
     model: ModelConfig
     rules: Rules
 
-    def answer(self, name: str, module_class: str = "Linear") -> Answer:
-        """Whether the module is quantised, its group size and its dialect.
+    def answer(self, name: str) -> Answer:
+        """Whether the linear layer is quantised, and its group size.
 
         Parameters
         ----------
         name
             Full name, in any of its spellings; fused names (qkv_proj, gate_up_proj) answer for their parts.
-        module_class
-            For compressed-tensors, whose targets may be classes.
 
         Raises
         ------
         InvalidInput
             The parts of a fused linear are quantised differently.
         """
-        return self.rules.answer(name, module_class)
+        return self.rules.answer(name)
 
     @property
     def dialect(self) -> str:

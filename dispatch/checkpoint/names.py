@@ -125,22 +125,15 @@ def is_linear_name(name: str) -> bool:
     return LINEAR.fullmatch(split(name)[1]) is not None
 
 
-def pattern_matcher(patterns: Iterable[str]) -> Callable[[str], str | None]:
-    """A function that gives the first of ModelOpt's exclude patterns that covers a module name, or None.
+def pattern_matcher(patterns: Iterable[str]) -> Callable[[str], bool]:
+    """A function that says whether any of ModelOpt's exclude patterns covers a module name.
 
     With a wildcard it is a glob on the whole name. Without one it covers the module, those inside it, and, as old files
     have it, every module with these parts in its name. Parts are compared whole: "layers.1" is not in "layers.10".
     """
-    expressions = [(pattern, re.compile(_expression(pattern))) for pattern in patterns if pattern]
-    # One expression says quickly whether any matches; checkpoints have thousands of modules and patterns.
-    together = re.compile("|".join(f"(?:{found.pattern})" for _, found in expressions)) if expressions else None
-
-    def match(name: str) -> str | None:
-        if together is None or together.match(name) is None:
-            return None
-        return next((pattern for pattern, expression in expressions if expression.match(name)), None)
-
-    return match
+    expressions = [f"(?:{_expression(pattern)})" for pattern in patterns if pattern]
+    together = re.compile("|".join(expressions) or r"(?!)")
+    return lambda name: together.match(name) is not None
 
 
 def _expression(pattern: str) -> str:

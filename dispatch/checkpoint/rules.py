@@ -38,16 +38,10 @@ class Answer:
         NVFP4, DENSE, or the name of another algorithm.
     group_size
         Weights per block scale as the config has it; 0 when it has none. The tensors decide.
-    dialect
-        "modelopt", "compressed-tensors" or "" (no config).
-    reason
-        Why, in words.
     """
 
     algo: str
     group_size: int = 0
-    dialect: str = ""
-    reason: str = ""
 
     @property
     def quantized(self) -> bool:
@@ -68,7 +62,7 @@ class Rules(Protocol):
         """Every algorithm that the config names."""
         ...
 
-    def answer(self, name: str, module_class: str = "Linear") -> Answer:
+    def answer(self, name: str) -> Answer:
         """The answer for a module. Raises InvalidInput when the parts of a fused linear disagree."""
         ...
 
@@ -79,9 +73,9 @@ class NoRules:
     dialect = ""
     algos: ClassVar[frozenset[str]] = frozenset()
 
-    def answer(self, name: str, module_class: str = "Linear") -> Answer:
+    def answer(self, name: str) -> Answer:
         """Always dense."""
-        return Answer(algo=DENSE, reason="there is no quantisation config")
+        return Answer(algo=DENSE)
 
 
 def agreed(name: str, answers: dict[str, Answer]) -> Answer:
@@ -159,42 +153,36 @@ class ModelOptRules:
         """`quantized_layers`; where it is given, it alone says what is quantised."""
         return self.config.quantized_layers or {}
 
-    def answer(self, name: str, module_class: str = "Linear") -> Answer:
+    def answer(self, name: str) -> Answer:
         """By `quantized_layers`, else by the algorithm and its exclude patterns."""
         if self.layers:
             return self._listed(name)
-        pattern = self._excluded(name)
-        if pattern is not None:
-            return self._dense(f"excluded by {pattern!r}")
+        if self._excluded(name):
+            return Answer(algo=DENSE)
         parts = fused_parts(name)
         if parts and any(self._excluded(part) for part in parts):
             return agreed(name, {part: self.answer(part) for part in parts})
         if self.config.moe_quant_algo and "experts" in name.split("."):
-            return self._of(LayerQuantization(quant_algo=self.config.moe_quant_algo), "moe_quant_algo")
-        if not self.algo:
-            return self._dense("only the experts are quantised")
-        entry = LayerQuantization(quant_algo=self.algo, group_size=self.config.group_size)
-        return self._of(entry, f"quant_algo {self.algo}")
+            return _answer(LayerQuantization(quant_algo=self.config.moe_quant_algo))
+        return _answer(LayerQuantization(quant_algo=self.algo, group_size=self.config.group_size))
 
     def _listed(self, name: str) -> Answer:
         for spelling in _spellings(name):
             if spelling in self.layers:
-                return self._of(self.layers[spelling], f"quantized_layers[{spelling!r}]")
+                return _answer(self.layers[spelling])
         parts = fused_parts(name)
         if any(spelling in self.layers for part in parts for spelling in aliases(part)):
             return agreed(name, {part: self._listed(part) for part in parts})
         children = {
-            key: self._of(self.layers[key], f"quantized_layers[{key!r}]")
-            for spelling in aliases(name)
-            for key in self._children.get(spelling, ())
+            key: _answer(self.layers[key]) for spelling in aliases(name) for key in self._children.get(spelling, ())
         }
         if children:
             return agreed(name, children)
         for around in ancestors(name):
             for spelling in aliases(around):
                 if spelling in self.layers:
-                    return self._of(self.layers[spelling], f"quantized_layers[{spelling!r}]")
-        return self._dense("not in quantized_layers")
+                    return _answer(self.layers[spelling])
+        return Answer(algo=DENSE)
 
     @cached_property
     def _children(self) -> dict[str, list[str]]:
@@ -205,32 +193,28 @@ class ModelOptRules:
                 found.setdefault(around, []).append(key)
         return found
 
-    def _excluded(self, name: str) -> str | None:
-        return next((pattern for spelling in _spellings(name) if (pattern := self._match(spelling))), None)
+    def _excluded(self, name: str) -> bool:
+        return any(self._match(spelling) for spelling in _spellings(name))
 
     @cached_property
-    def _match(self) -> Callable[[str], str | None]:
+    def _match(self) -> Callable[[str], bool]:
         return pattern_matcher(self.config.excluded)
-
-    def _of(self, entry: LayerQuantization, reason: str) -> Answer:
-        algo = (entry.quant_algo or "").upper()
-        group_size = entry.group_size or (GROUP if algo in NVFP4_ALGOS else 0)
-        if algo == "NVFP4_AWQ":  # there it is that of the search for pre_quant_scale, not of the block scales
-            group_size = GROUP
-        if algo in ("", "NONE"):
-            return self._dense(f"{reason} has no quant_algo")
-        return Answer(
-            algo=NVFP4 if algo in NVFP4_ALGOS else algo, group_size=group_size, dialect=self.dialect, reason=reason
-        )
-
-    def _dense(self, reason: str) -> Answer:
-        return Answer(algo=DENSE, dialect=self.dialect, reason=reason)
 
     def signature(self) -> Iterator[object]:
         """What two files must share to say the same; group_size is left out, the tensors decide it."""
         yield self.algo
         yield frozenset(self.config.excluded)
         yield {key: (entry.quant_algo or "").upper() for key, entry in self.layers.items()}
+
+
+def _answer(entry: LayerQuantization) -> Answer:
+    algo = (entry.quant_algo or "").upper()
+    if algo in ("", "NONE"):
+        return Answer(algo=DENSE)
+    if algo not in NVFP4_ALGOS:
+        return Answer(algo=algo, group_size=entry.group_size or 0)
+    # That of AWQ is of the search for pre_quant_scale, not of the block scales.
+    return Answer(algo=NVFP4, group_size=GROUP if algo == "NVFP4_AWQ" else entry.group_size or GROUP)
 
 
 def _spellings(name: str) -> Iterator[str]:
