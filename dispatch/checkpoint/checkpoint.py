@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import InvalidInput, Nvfp4Error, Unsupported, message
+from ...kernels.weights.codec import GROUP
 from .config import QuantConfig, read_quant_config
 from .files import TensorFiles, TensorInfo, listed
 from .fused_experts import FusedExperts, fused_expert_leaves, fused_experts
-from .modules import FLOATS, GROUP, Broken, Foreign, LinearInfo, classify
+from .modules import FLOATS, Broken, Foreign, LinearInfo, classify
 from .names import aliases, expert_of, is_linear_name, is_of_mtp, layer_number, split
 from .rules import NVFP4
 

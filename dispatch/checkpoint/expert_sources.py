@@ -12,7 +12,7 @@ from ...errors import InvalidInput, Unsupported, message
 from .checkpoint import Checkpoint, check_opened
 from .files import listed
 from .fused_experts import FusedExperts, StackedInfo, read_stacked
-from .modules import CT, MODELOPT, LinearInfo
+from .modules import MODELOPT, LinearInfo
 from .names import aliases, number_of
 from .values import global_factor
 
@@ -44,14 +44,6 @@ class Half:
     factor: float
     bias: Tensor | None
     pre_quant_scale: Tensor | None
-
-    def weight(self, rows: slice, columns: slice) -> Tensor:
-        """Part of the codes, in bytes."""
-        return self.packed[rows, columns]
-
-    def scale(self, rows: slice, groups: slice) -> Tensor:
-        """Part of the block scales, contiguous."""
-        return self.scales[rows, groups].contiguous()
 
 
 class Source(Protocol):
@@ -177,16 +169,15 @@ class Separate:
                 continue
             info = roles[role]
             tensors = info.tensors
-            ct = info.dialect == CT
-            divisor = tensors["weight_global_scale" if ct else "weight_scale_2"].name
+            stored = info.global_scale.name
             bias, vector = tensors.get("bias"), tensors.get("pre_quant_scale")
             yield Half(
                 role=role,
                 name=info.name,
                 scale_name=tensors["weight_scale"].name,
-                packed=files.read(tensors["weight_packed" if ct else "weight"].name),
+                packed=files.read(info.weight.name),
                 scales=files.read(tensors["weight_scale"].name).reshape(info.n, -1),
-                factor=float(_one(divisor, global_factor(divisor, files.read(divisor), info.dialect))),
+                factor=float(_one(stored, global_factor(stored, files.read(stored), info.dialect))),
                 bias=None if bias is None else files.read(bias.name).reshape(-1),
                 pre_quant_scale=None if vector is None else files.read(vector.name).reshape(-1),
             )

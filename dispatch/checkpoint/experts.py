@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -145,14 +145,14 @@ class _Stacks:
         """Copy gate, up or down of one expert to its place."""
         bytes_, groups = slice(inter.start // 2, inter.stop // 2), slice(inter.start // 16, inter.stop // 16)
         if half.role == "down":
-            weight, scale = half.weight(slice(None), bytes_), half.scale(slice(None), groups)
+            weight, scale = half.packed[:, bytes_], half.scales[:, groups]
             to_weight, to_scale = self.w2[local], self.w2_scale[local]
             self.w2_scale_2[local, 0] = half.factor
             self.second_bias.append((half.name, half.bias))
             vector = half.pre_quant_scale
             self.second_pqs.append((half.name, None if vector is None else vector[inter]))
         else:
-            weight, scale = half.weight(inter, slice(None)), half.scale(inter, slice(None))
+            weight, scale = half.packed[inter], half.scales[inter]
             place = 1 if half.role == "up" and self.gated else 0
             rows = slice(place * self.inter, (place + 1) * self.inter)
             to_weight, to_scale = self.w13[local, rows], self.w13_scale[local, rows]
@@ -180,7 +180,8 @@ def _bias(found: Sequence[tuple[str, Tensor | None]], each: int, device: torch.d
 
 def _input_scale(name: str, source: Source, stacks: _Stacks, device: torch.device | str) -> Tensor | None:
     """The vector for x: every expert's gate and up must have the same, for x is multiplied once."""
-    given = _checked(stacks.first_pqs)
+    given = stacks.first_pqs
+    _check_vectors(given)
     shared = same_pre_quant_scale([part for part, _ in given], [vector for _, vector in given], f"experts {name}")
     if shared is None:
         return None
@@ -196,7 +197,8 @@ def _input_scale(name: str, source: Source, stacks: _Stacks, device: torch.devic
 
 def _inner_scale(name: str, stacks: _Stacks, device: torch.device | str) -> Tensor | None:
     """[E, I]: every expert has its own, or none has."""
-    given = _checked(stacks.second_pqs)
+    given = stacks.second_pqs
+    _check_vectors(given)
     there = [vector for _, vector in given if vector is not None]
     if there and len(there) < len(given):
         without = next(part for part, vector in given if vector is None)
@@ -208,9 +210,7 @@ def _inner_scale(name: str, stacks: _Stacks, device: torch.device | str) -> Tens
     return torch.stack(there).to(device) if there else None
 
 
-def _checked(given: Iterable[tuple[str, Tensor | None]]) -> list[tuple[str, Tensor | None]]:
-    found = list(given)
-    for part, vector in found:
+def _check_vectors(given: Sequence[tuple[str, Tensor | None]]) -> None:
+    for part, vector in given:
         if vector is not None:
             check_pre_quant_scale(f"{part}.pre_quant_scale", vector)
-    return found

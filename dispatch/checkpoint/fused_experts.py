@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...kernels.weights.codec import GROUP
 from .files import TensorFiles, TensorInfo, listed
-from .modules import FLOATS, GLOBAL_DTYPES, GROUP, Broken
+from .modules import FLOATS, GLOBAL_DTYPES, Broken
 
 __all__ = ["FusedExperts", "StackedInfo", "fused_expert_leaves", "fused_experts", "read_stacked"]
 
@@ -65,19 +66,19 @@ def fused_experts(name: str, leaves: Mapping[str, TensorInfo]) -> FusedExperts |
     expected = {"gate_up_proj" if gated else "up_proj", "down_proj"}
     if set(by_projection) != expected:
         got = f"{listed(by_projection)}; expected {' and '.join(sorted(expected))}"
-        return Broken(name=name, problem=f"{name}: stacked experts are incomplete; got {got}")
+        return Broken(problem=f"{name}: stacked experts are incomplete; got {got}")
     stacks = {}
     for projection, tensors in by_projection.items():
         stack = _stack(f"{name}.{projection}", tensors)
         if isinstance(stack, str):
-            return Broken(name=name, problem=stack)
+            return Broken(problem=stack)
         stacks[projection] = stack
     first, second = stacks["gate_up_proj" if gated else "up_proj"], stacks["down_proj"]
     counts = {stack.tensors["weight"].shape[0] for stack in (first, second)}
     inter = first.n // 2 if gated else first.n
     if len(counts) > 1 or second.n != first.k or second.k != inter or (gated and first.n % 2):
         got = f"{first.tensors['weight']} and {second.tensors['weight']}"
-        return Broken(name=name, problem=f"{name}: its two projections do not fit; got {got}")
+        return Broken(problem=f"{name}: its two projections do not fit; got {got}")
     return FusedExperts(name=name, count=counts.pop(), gated=gated, first=first, second=second)
 
 

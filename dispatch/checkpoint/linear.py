@@ -14,7 +14,7 @@ from ...kernels.weights.codec import swap_nibbles
 from ...kernels.weights.shard import Shard
 from .checkpoint import Checkpoint, check_opened
 from .files import TensorFiles
-from .modules import CT, LinearInfo
+from .modules import LinearInfo
 from .names import fused_parts
 from .values import check_finite, check_pre_quant_scale, check_scale, global_factor, same_pre_quant_scale
 
@@ -118,7 +118,6 @@ def load_linear(
     pieces = [piece for info, one in zip(infos, shards, strict=True) for piece in _pieces(info, one, parts)]
     if len({(piece.columns.start, piece.columns.stop) for piece in pieces}) > 1:
         raise InvalidInput(message(f"{what}: shards do not fit", got=shards, expected="the same columns of each"))
-    row_parallel = [one is not None and one.how == "row" and one.rank > 0 for one in shards]
     return _read(
         checkpoint.files,
         pieces,
@@ -126,7 +125,7 @@ def load_linear(
         torch.device(device),
         swap=swap_nibbles,
         repair=repair_nan,
-        no_bias=any(row_parallel),
+        no_bias=any(one is not None and one.how == "row" and one.rank > 0 for one in shards),
     )
 
 
@@ -148,7 +147,7 @@ def _part_sizes(info: LinearInfo, shard: Shard | None, parts: Sequence[int] | No
     names = fused_parts(info.name)
     if not names:
         return (info.n,)
-    scales = math.prod(info.tensors["weight_global_scale" if info.dialect == CT else "weight_scale_2"].shape)
+    scales = math.prod(info.global_scale.shape)
     scaled_apart = scales not in (1, info.n)
     if parts is not None:
         if sum(parts) != info.n or min(parts) < 1 or (scaled_apart and len(parts) != scales):
@@ -186,14 +185,14 @@ def _read(
     start = 0
     for piece in pieces:
         rows = slice(start, start + piece.n)
-        tensors, columns = piece.info.tensors, piece.columns
+        columns = piece.columns
         packed = files.part(
-            tensors["weight_packed" if piece.info.dialect == CT else "weight"].name,
+            piece.info.weight.name,
             piece.rows,
             slice(columns.start // 2, columns.stop // 2),
         )
         weight[rows].copy_(swap_nibbles(packed) if swap else packed)
-        info = tensors["weight_scale"]
+        info = piece.info.tensors["weight_scale"]
         groups = slice(columns.start // 16, columns.stop // 16)
         whole = (slice(None),) * (len(info.shape) - 2)  # a few files have [1, N, K/16]
         part = (
@@ -216,8 +215,8 @@ def _read(
 
 def _factor(files: TensorFiles, piece: _Piece) -> Tensor:
     """The piece's global scale: [1], or one per row of the piece. Never cut like a weight when it is per part."""
-    info = piece.info.tensors["weight_global_scale" if piece.info.dialect == CT else "weight_scale_2"]
-    factor = global_factor(info.name, files.read(info.name), piece.info.dialect)
+    name = piece.info.global_scale.name
+    factor = global_factor(name, files.read(name), piece.info.dialect)
     if factor.numel() == 1:
         return factor
     if factor.numel() == piece.info.n:

@@ -6,12 +6,23 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...kernels.weights.codec import GROUP
 from .files import TensorInfo, listed
 from .names import fused_parts
 
-__all__ = ["CT", "IGNORED", "MODELOPT", "Broken", "Foreign", "LinearInfo", "classify"]
+__all__ = [
+    "CT",
+    "FLOATS",
+    "GLOBAL_DTYPES",
+    "IGNORED",
+    "MODELOPT",
+    "REQUIRED",
+    "Broken",
+    "Foreign",
+    "LinearInfo",
+    "classify",
+]
 
-GROUP = 16
 MODELOPT, CT = "modelopt", "compressed-tensors"
 REQUIRED = {
     MODELOPT: ("weight", "weight_scale", "weight_scale_2"),
@@ -53,16 +64,20 @@ class LinearInfo:
     tensors: Mapping[str, TensorInfo]
 
     @property
-    def nbytes(self) -> int:
-        """Of the codes and block scales."""
-        return self.n * self.k * 9 // 16
+    def weight(self) -> TensorInfo:
+        """The codes."""
+        return self.tensors[REQUIRED[self.dialect][0]]
+
+    @property
+    def global_scale(self) -> TensorInfo:
+        """The global scale, which multiplies or divides."""
+        return self.tensors[REQUIRED[self.dialect][2]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Foreign:
     """A module that is quantised in another way."""
 
-    name: str
     algo: str
 
 
@@ -70,7 +85,6 @@ class Foreign:
 class Broken:
     """A module whose tensors make no weight; `problem` names them."""
 
-    name: str
     problem: str
 
 
@@ -88,7 +102,7 @@ def classify(name: str, leaves: Mapping[str, TensorInfo]) -> LinearInfo | Foreig
         return None
     foreign = _foreign(leaves)
     if foreign:
-        return Foreign(name=name, algo=foreign)
+        return Foreign(algo=foreign)
     return _linear(name, leaves)
 
 
@@ -116,7 +130,7 @@ def _linear(name: str, leaves: Mapping[str, TensorInfo]) -> LinearInfo | Broken:
     ct = {"weight_packed", "weight_global_scale"} & set(leaves)
 
     def broken(what: str) -> Broken:
-        return Broken(name=name, problem=f"{name}: {what}")
+        return Broken(problem=f"{name}: {what}")
 
     if modelopt and ct:
         return broken(

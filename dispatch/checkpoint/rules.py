@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import ClassVar, Protocol
 
 from ...errors import InvalidInput, Unsupported, message
+from ...kernels.weights.codec import GROUP
 from .names import aliases, ancestors, fused_around, fused_parts, pattern_matcher
 from .structs import LayerQuantization, ModelOptConfig
 
@@ -15,7 +16,6 @@ __all__ = ["DENSE", "FOREIGN_ALGOS", "NVFP4", "NVFP4_ALGOS", "Answer", "ModelOpt
 
 NVFP4 = "NVFP4"
 DENSE = ""
-GROUP = 16
 
 # AWQ and ARC change what is in the tensors, not their form; whether pre_quant_scale is there decides.
 NVFP4_ALGOS = ("NVFP4", "W4A16_NVFP4", "NVFP4_AWQ", "NVFP4_ARC")

@@ -47,7 +47,6 @@ class CtArgs(msgspec.Struct, frozen=True, kw_only=True):
     type: str | None = None
     strategy: str | None = None
     group_size: int | None = None
-    symmetric: bool | None = None
 
 
 class CtGroup(msgspec.Struct, frozen=True, kw_only=True):
