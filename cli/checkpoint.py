@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ..dispatch.checkpoint import Checkpoint, open_checkpoint
-from ..dispatch.checkpoint.names import FUSED, in_layer_order, split
+from ..dispatch.checkpoint.names import fused_around, fused_parts, in_layer_order, split
 from ..errors import InvalidInput, message
 from ..kernels.problem import DTYPES, Problem
 from ..tuner.workload import Linear, problems_of_linears
@@ -102,12 +102,11 @@ def _fused(sizes: dict[str, tuple[int, int]]) -> Iterator[tuple[str, tuple[int, 
     for name, size in sizes.items():
         if name in done:
             continue
-        module, leaf = split(name)
-        for whole, parts in FUSED.items():
-            names = [f"{module}.{part}" if module else part for part in parts]
-            if leaf in parts and all(sizes.get(part, (0, 0))[1] == size[1] for part in names):
-                done.update(names)
-                yield f"{module}.{whole}" if module else whole, (sum(sizes[part][0] for part in names), size[1])
+        for whole in fused_around(name):
+            parts = fused_parts(whole)
+            if all(sizes.get(part, (0, 0))[1] == size[1] for part in parts):
+                done.update(parts)
+                yield whole, (sum(sizes[part][0] for part in parts), size[1])
                 break
         else:
             yield name, size

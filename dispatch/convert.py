@@ -12,7 +12,7 @@ from ..errors import InvalidInput, Unsupported, message
 from .checkpoint import Checkpoint, open_checkpoint
 from .checkpoint.files import listed
 from .checkpoint.modules import IGNORED, LinearInfo
-from .checkpoint.names import aliases, expert_of, split
+from .checkpoint.names import aliases, join, split
 from .checks import DTYPE_NAMES
 from .convert_experts import Converted, convert_experts_
 from .nn import FusedMoE, Linear
@@ -98,7 +98,7 @@ def convert_(
     )
     used = set(experts.linears)
     for module, owners in _linears(model).items():
-        found = {name: info for name in owners if (info := _find(source, name)) is not None}
+        found = {name: source.linear(name) for name in owners if source.find(name)}
         if not found:
             continue
         name, info = next(iter(found.items()))
@@ -130,7 +130,7 @@ def _linears(model: nn.Module) -> dict[nn.Linear, dict[str, nn.Module]]:
     for prefix, owner in model.named_modules():
         for leaf, module in owner._modules.items():
             if type(module) is nn.Linear:
-                found.setdefault(module, {})[f"{prefix}.{leaf}" if prefix else leaf] = owner
+                found.setdefault(module, {})[join(prefix, leaf)] = owner
     return found
 
 
@@ -148,16 +148,6 @@ def _worth_it(module: nn.Linear, name: str) -> bool:
 def _replace(owners: Mapping[str, nn.Module], made: nn.Module) -> None:
     for name, owner in owners.items():
         setattr(owner, split(name)[1], made)
-
-
-def _find(source: Checkpoint, name: str) -> LinearInfo | None:
-    for spelling in aliases(name):
-        if spelling in source.linears:
-            return source.linear(spelling)
-        expert = expert_of(spelling)
-        if expert is not None and expert[2] in source.experts.get(expert[0], {}).get(expert[1], {}):
-            return source.linear(spelling)
-    return None
 
 
 def _check_size(name: str, module: nn.Linear, info: LinearInfo) -> None:
@@ -267,7 +257,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _spellings(name: str) -> Iterator[str]:
     module, leaf = split(name)
     for spelling in aliases(module):
-        yield f"{spelling}.{leaf}" if spelling else leaf
+        yield join(spelling, leaf)
 
 
 def _filled(name: str, tensor: Tensor, values: Tensor, device: torch.device | str | None) -> Tensor:

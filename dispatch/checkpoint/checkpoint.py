@@ -66,17 +66,21 @@ class Checkpoint:
         Unsupported
             The layer is quantised in another way, which is named.
         """
+        info = self.find(name)
+        if info is None:
+            raise self._why_not(name)
+        self.refuse_variant(info.name)
+        return info
+
+    def find(self, name: str) -> LinearInfo | None:
+        """The same, or None where there is none; whatever the config says."""
         for spelling in aliases(name):
             if spelling in self.linears:
-                info = self.linears[spelling]
-                self.refuse_variant(info.name)
-                return info
-            expert = expert_of(spelling)
-            if expert and expert[2] in self.experts.get(expert[0], {}).get(expert[1], {}):
-                info = self.experts[expert[0]][expert[1]][expert[2]]
-                self.refuse_variant(info.name)
-                return info
-        raise self._why_not(name)
+                return self.linears[spelling]
+            module, number, leaf = expert_of(spelling) or ("", 0, "")
+            if leaf in (roles := self.experts.get(module, {}).get(number, {})):
+                return roles[leaf]
+        return None
 
     @property
     def names_variants(self) -> bool:

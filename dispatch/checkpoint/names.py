@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 
 __all__ = [
-    "FUSED",
     "aliases",
     "ancestors",
     "expert_of",
@@ -17,6 +16,7 @@ __all__ = [
     "in_layer_order",
     "is_linear_name",
     "is_of_mtp",
+    "join",
     "layer_number",
     "number_of",
     "pattern_matcher",
@@ -51,6 +51,11 @@ def split(name: str) -> tuple[str, str]:
     return module, leaf
 
 
+def join(module: str, leaf: str) -> str:
+    """The name that `split` takes apart."""
+    return f"{module}.{leaf}" if module else leaf
+
+
 def aliases(name: str) -> tuple[str, ...]:
     """The name itself, then the other spellings of the same module."""
     if name == HEAD or name.endswith("." + HEAD):
@@ -70,13 +75,13 @@ def aliases(name: str) -> tuple[str, ...]:
 def fused_parts(name: str) -> tuple[str, ...]:
     """Full names of the parts of a fused linear; empty for any other name."""
     module, leaf = split(name)
-    return tuple(f"{module}.{part}" if module else part for part in FUSED.get(leaf, ()))
+    return tuple(join(module, part) for part in FUSED.get(leaf, ()))
 
 
 def fused_around(name: str) -> tuple[str, ...]:
     """Full names of the fused linears that a linear may be part of: qkv_proj for q_proj."""
     module, leaf = split(name)
-    return tuple(f"{module}.{fused}" if module else fused for fused, parts in FUSED.items() if leaf in parts)
+    return tuple(join(module, fused) for fused, parts in FUSED.items() if leaf in parts)
 
 
 def ancestors(name: str) -> Iterator[str]:
