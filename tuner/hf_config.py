@@ -10,7 +10,7 @@ import msgspec
 
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation
-from ..kernels.moe.model_config import MoeConfig, first_size, language_fields, read_moe_config
+from ..kernels.moe.model_config import MoeConfig, decode_config, first_size, language_fields, read_moe_config
 from ..kernels.problem import DTYPES
 from .layer_kinds import layer_kinds
 from .workload import Linear
@@ -83,13 +83,13 @@ def read_config(path: Path) -> ModelShape:
     """
     file = path / "config.json" if path.is_dir() else path
     try:
-        fields = language_fields(msgspec.json.decode(file.read_bytes(), type=dict[str, Any]))
+        fields = language_fields(msgspec.convert(decode_config(file.read_bytes()), dict[str, Any]))
         config = msgspec.convert(fields, _Config)
     except OSError as error:
         raise InvalidInput(
             message(f"{file} cannot be read", got=error, do="name a config.json or its folder")
         ) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.ValidationError, ValueError) as error:
         fix = "name the model (--model) or shapes (--shape N,K) instead"
         raise InvalidInput(message(f"{file} is no model description", got=error, do=fix)) from error
     dtype = (config.dtype or config.torch_dtype or "").removeprefix("torch.")

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from ...errors import InvalidInput, Unsupported, message
-from ...kernels.moe.model_config import language_fields, read_moe_config
+from ...kernels.moe.model_config import decode_config, language_fields, read_moe_config
 from .compressed import CompressedTensorsRules
 from .rules import Answer, ModelOptRules, NoRules, Rules
 from .structs import CtConfig, HfQuantFile, ModelConfig, ModelOptConfig
@@ -154,10 +154,10 @@ def _modelopt(inner: dict[str, Any], source: str) -> ModelOptRules:
 
 def _decode(file: Path, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
+        return msgspec.convert(decode_config(file.read_bytes()), kind)
     except OSError as error:
         raise InvalidInput(message(f"{file} cannot be read", got=error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.ValidationError, ValueError) as error:
         raise InvalidInput(message(f"{file} is not what a checkpoint has there", got=error)) from error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
@@ -10,7 +11,7 @@ import msgspec
 from ...errors import InvalidInput, message
 from .activations import activation
 
-__all__ = ["MoeConfig", "first_size", "language_fields", "read_moe_config"]
+__all__ = ["MoeConfig", "decode_config", "first_size", "language_fields", "read_moe_config"]
 
 T = TypeVar("T")
 
@@ -45,7 +46,7 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
     Attributes
     ----------
     top_k
-        Experts per token: one number for all layers, or one a layer.
+        Experts per token: one number for all layers, or one a layer; 0 where a layer has none.
     activation
         As the config spells it, but for models whose experts compute another.
     limits
@@ -112,6 +113,20 @@ class MoeConfig(msgspec.Struct, frozen=True, kw_only=True):
         return "swiglustep" if _of_layer(self.limits, layer) else "swiglu"
 
 
+def decode_config(data: bytes) -> object:
+    """What a JSON file of a model's folder holds: Python writes them, with Infinity and NaN, which JSON does not have.
+
+    Raises
+    ------
+    ValueError
+        It is no such text, or nested too deeply.
+    """
+    try:
+        return json.loads(data)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+
+
 def language_fields(raw: Mapping[str, object]) -> dict[str, object]:
     """The fields of a config.json; where those of the language model are inside, in text_config, they count."""
     text = raw.get("text_config")
@@ -124,7 +139,7 @@ def read_moe_config(fields: Mapping[str, object]) -> MoeConfig:
     top_k, limits = _first(fields, TOP_K), fields.get(LIMITS)
     name = MODELS.get(str(fields.get("model_type"))) or _first(fields, ACTIVATION)
     return MoeConfig(
-        top_k=tuple(one for one in (top_k if isinstance(top_k, list) else [top_k]) if type(one) is int),
+        top_k=_top_k(top_k),
         activation=name if isinstance(name, str) else "",
         limits=tuple(one if isinstance(one, int | float) else None for one in limits)
         if isinstance(limits, list)
@@ -133,6 +148,13 @@ def read_moe_config(fields: Mapping[str, object]) -> MoeConfig:
         hidden=first_size(fields, HIDDEN),
         inter=first_size(fields, INTER),
     )
+
+
+def _top_k(found: object) -> tuple[int, ...]:
+    """One for all layers or one a layer, 0 for a layer of which it is not known; empty where none is."""
+    values = found if isinstance(found, list) else [found]
+    known = tuple(one if type(one) is int else 0 for one in values)
+    return known if any(known) else ()
 
 
 def first_size(fields: Mapping[str, object], names: Sequence[str]) -> int:

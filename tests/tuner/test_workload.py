@@ -1,4 +1,5 @@
 import json
+import math
 import re
 import warnings
 
@@ -155,12 +156,17 @@ def test_the_text_part_of_a_multimodal_config(tmp_path):
     assert len(problems_of_config(tmp_path)) == 5
 
 
+def test_infinity_in_a_config(tmp_path):
+    assert sizes(problems_of_config(write(tmp_path, time_step_limit=[0.0, math.inf])))
+
+
 @pytest.mark.parametrize(
     ("text", "match"),
     [
         (b"{", "no model description"),
         (b"\xff\xfe", "no model description"),
         (b"[]", "no model description"),
+        (b'{"a":' * 100_000, "no model description"),
         (b"{}", "hidden_size"),
         (json.dumps({**LLAMA, "hidden_size": "big"}).encode(), "hidden_size"),
         (json.dumps({**LLAMA, "num_attention_heads": 0}).encode(), "expected positive numbers"),

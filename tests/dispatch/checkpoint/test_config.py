@@ -81,7 +81,7 @@ def test_some_methods_imply_the_algorithm(read, method):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "truncated"),
+        ("{", "line 1 column 2"),
         ("[]", "object"),
         ('{"quantization": {"quant_algo": 4}}', "quant_algo"),
         ('{"quantization": {"quant_algo": "\xff"}}', "utf-8"),
@@ -253,6 +253,11 @@ def test_fields_of_the_model_that_are_of_another_type_are_not_known(read):
     )
     assert (config.model.num_hidden_layers, config.model.num_key_value_heads, config.model.dtype) == (2, None, None)
     assert config.model.tie_word_embeddings and not config.is_there
+
+
+def test_infinity_is_no_error(read):
+    config = read({"quant_algo": "NVFP4", "group_size": 16}, time_step_limit=[0.0, float("inf")], num_hidden_layers=2)
+    assert config.model.num_hidden_layers == 2
 
 
 def test_compressed_tensors_by_class_name_and_pattern(read):

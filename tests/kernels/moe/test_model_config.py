@@ -2,7 +2,7 @@
 
 import pytest
 from nvfp4.errors import InvalidInput
-from nvfp4.kernels.moe.model_config import MoeConfig, language_fields, read_moe_config
+from nvfp4.kernels.moe.model_config import MoeConfig, decode_config, language_fields, read_moe_config
 
 
 @pytest.mark.parametrize(
@@ -36,6 +36,14 @@ def test_values_of_one_layer_each():
             config.top_k_of(layer)
 
 
+def test_a_layer_without_a_value_keeps_its_place():
+    config = read_moe_config({"num_experts_per_tok": [None, 2, "4", 8]})
+    assert (config.top_k_of(1), config.top_k_of(3)) == (2, 8)
+    for layer in (0, 2):
+        with pytest.raises(InvalidInput, match=f"does not say how many experts a token has; got .* for layer {layer}"):
+            config.top_k_of(layer)
+
+
 def test_what_is_not_said_names_the_fields():
     for config in (MoeConfig(), read_moe_config({"num_experts_per_tok": "8", "hidden_act": ["silu"]})):
         with pytest.raises(InvalidInput, match="how many experts a token has; expected one of num_experts_per_tok, "):
@@ -53,6 +61,14 @@ def test_activations_that_the_op_does_not_have_are_named():
         read_moe_config({"hidden_act": "silu"}).activation_of(0, gated=False)
     with pytest.raises(InvalidInput, match="relu2, does not suit its experts; got experts with a gate"):
         read_moe_config({"hidden_act": "relu2"}).activation_of(0, gated=True)
+
+
+def test_files_have_what_python_writes():
+    assert decode_config(b'{"time_step_limit": [0.0, Infinity], "hidden_size": 64}') == {
+        "time_step_limit": [0.0, float("inf")], "hidden_size": 64,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="nested too deeply"):
+        decode_config(b'{"a":' * 100_000)
 
 
 def test_the_language_models_fields_count():
