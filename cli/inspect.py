@@ -9,7 +9,7 @@ import rich_click as click
 from ..cache.inspect import Limits, report, summary
 from ..cache.layouts import layout_report
 from ..cache.store import Store
-from ..cache.why import why
+from ..cache.why import Why, why
 from ..cache.words import tune_command
 from ..errors import DatabaseError, InvalidInput, Nvfp4Error, message
 from ..kernels import registry
@@ -38,6 +38,8 @@ from .output import console, print_json
 from .words import device_words
 
 __all__ = ["inspect"]
+
+SHOWN_CONFIGS = 3
 
 
 @click.command()
@@ -130,12 +132,16 @@ def inspect(
         if (device, problem) not in store.problems():
             _refuse_unmeasured(store, device, problem)
         if why_kernel is not None:
-            measured = {row.kernel for row in store.measurements(device, problem)}  # perhaps by kernels that are gone
-            if why_kernel not in {*known, *measured}:
+            configs: dict[str, set[str]] = {}  # measured, perhaps by kernels that are gone
+            for row in store.measurements(device, problem):
+                configs.setdefault(row.kernel, set()).add(row.config)
+            if why_kernel not in {*known, *configs}:
                 raise InvalidInput(
-                    message("--why", got=repr(why_kernel), expected="one of " + ", ".join(sorted({*known, *measured})))
+                    message("--why", got=repr(why_kernel), expected="one of " + ", ".join(sorted({*known, *configs})))
                 )
             answer = why(store, device, problem, known, why_kernel, config)
+            if config is not None and answer.candidates:
+                _refuse_unmeasured_config(config, answer, configs.get(why_kernel, set()))
             print_json(answer) if as_json else views.show_why(console(), answer)
             return
         limits = _limits(roofline, device) if roofline else None
@@ -231,6 +237,20 @@ def _refuse_unmeasured(store: Store, device: Device, problem: Problem) -> None:
             do=f"run `{tune_command(problem)}`",
         )
     )
+
+
+def _refuse_unmeasured_config(config: str, answer: Why, measured: set[str]) -> None:
+    (fate,) = answer.candidates
+    if not measured & {config, fate.config}:
+        some = ", ".join(sorted(measured)[:SHOWN_CONFIGS]) + (", ..." if len(measured) > SHOWN_CONFIGS else "")
+        raise InvalidInput(
+            message(
+                f"--config: not measured of {answer.kernel}; {fate.reason}",
+                got=repr(config),
+                expected=some or None,
+                do="leave --config out to see all" if measured else f"run `{tune_command(answer.problem)}`",
+            )
+        )
 
 
 def _limits(text: str, device: Device) -> Limits:

@@ -78,6 +78,8 @@ def convert_(
     Unsupported
         The checkpoint has layers in other formats, or experts as 3-D tensors and the model no such module for them.
     """
+    if not isinstance(model, nn.Module):
+        raise InvalidInput(message("convert_ takes a model", got=type(model).__name__, expected="a torch.nn.Module"))
     if isinstance(model, nn.Linear):
         raise InvalidInput(
             message("convert_ replaces layers inside a model", got="a Linear", do="use nvfp4.nn.Linear.from_linear")

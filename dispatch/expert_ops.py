@@ -237,6 +237,7 @@ def moe(
     # What is as the op has it by default is not passed: every argument costs the dispatcher up to a microsecond.
     options: dict[str, Any] = {}
     if activation != "swiglu":
+        get_activation(activation)
         options["activation"] = activation
     if inter is not None:
         options["inter"] = inter

@@ -78,7 +78,7 @@ def capability_of(arch: str, known: Iterable[tuple[int, int]]) -> tuple[int, int
     """
     known = sorted(known)
     names = {capability: ARCHITECTURES.get(capability, "sm_{}{}".format(*capability)) for capability in known}
-    found = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch.strip())
+    found = re.fullmatch(r"sm_(\d+)(\d)(a?)", arch.strip(), re.ASCII)
     capability = (int(found[1]), int(found[2])) if found else None
     if found is None or capability not in names or (found[3] and not names[capability].endswith("a")):
         raise InvalidInput(message("unknown architecture", got=arch, expected=", ".join(names.values())))

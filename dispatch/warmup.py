@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..errors import InvalidInput, message
 from ..kernels.device import describe
-from ..kernels.problem import Problem
+from ..kernels.problem import SIZE_END, Problem
 from ..kernels.weights.codec import GROUP
 from ..kernels.weights.layouts import Layout, layout_ids, to_layout
 from ..kernels.weights.layouts import layout as get_layout
@@ -71,8 +71,8 @@ def warmup(
     if isinstance(ms, str) or not isinstance(ms, Iterable | None):
         raise InvalidInput(message("wrong ms", got=repr(ms), expected="several numbers of tokens, such as [1, 64]"))
     sizes = tuple(ms or ())
-    if not all(isinstance(m, int) and not isinstance(m, bool) and m >= 1 for m in sizes):
-        raise InvalidInput(message("wrong ms", got=sizes, expected="whole numbers, at least 1 each"))
+    if not all(isinstance(m, int) and not isinstance(m, bool) and 1 <= m < SIZE_END for m in sizes):
+        raise InvalidInput(message("wrong ms", got=sizes, expected="whole numbers, at least 1 each, below 2^31"))
     where_problems_run = _device(device)
     seen: set[tuple[Problem, str, torch.device]] = set()
     for item in _items(weights_or_problems):

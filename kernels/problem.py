@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from ..errors import InvalidInput, message
 from .moe.activations import activation
 
-__all__ = ["DTYPES", "OPS", "Device", "Problem", "Verdict"]
+__all__ = ["DTYPES", "OPS", "SIZE_END", "Device", "Problem", "Verdict"]
 
 DTYPES = ("bfloat16", "float16")
 OPS = ("gemm", "grouped_gemm", "moe")
+SIZE_END = 1 << 31  # sizes are 32-bit ints in kernels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class Problem:
     ------
     InvalidInput
         The op is none of OPS, the dtype none of DTYPES, or the activation unknown; or a size is not a whole number
-        above 0: n and k of every op, experts of grouped_gemm and moe, top_k of moe.
+        above 0 and below 2^31: n and k of every op, experts of grouped_gemm and moe, top_k of moe.
     """
 
     op: str = "gemm"  # one of OPS
@@ -54,9 +55,13 @@ class Problem:
     activation: str = ""  # name of one of `kernels.moe.activations`; "" but for moe
 
     def __post_init__(self) -> None:
-        if type(self.n) is not int or self.n < 1 or type(self.k) is not int or self.k < 1:
+        if any(type(size) is not int or not 1 <= size < SIZE_END for size in (self.n, self.k)):
             raise InvalidInput(
-                message("wrong size of a Problem", got=f"n={self.n!r}, k={self.k!r}", expected="ints, at least 1 each")
+                message(
+                    "wrong size of a Problem",
+                    got=f"n={self.n!r}, k={self.k!r}",
+                    expected="ints, at least 1 each, below 2^31",
+                )
             )
         if self.dtype not in DTYPES:
             raise InvalidInput(message("wrong dtype of a Problem", got=repr(self.dtype), expected=" or ".join(DTYPES)))
@@ -64,8 +69,8 @@ class Problem:
             raise InvalidInput(message("wrong op of a Problem", got=repr(self.op), expected=" or ".join(OPS)))
         counts = [("experts", self.op != "gemm", self.experts), ("top_k", self.op == "moe", self.top_k)]
         for name, needed, count in counts:
-            if type(count) is not int or (count < 1 if needed else count != 0):
-                expected = "an int, at least 1" if needed else 0
+            if type(count) is not int or not (1 <= count < SIZE_END if needed else count == 0):
+                expected = "an int, at least 1, below 2^31" if needed else 0
                 raise InvalidInput(
                     message(f"wrong {name} of a Problem", got=f"{count!r} for {self.op}", expected=expected)
                 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -161,6 +162,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     Unsupported
         The config names an algorithm that is not NVFP4.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise InvalidInput(
+            message("this names no checkpoint", got=type(path).__name__, expected="the path of a folder or a file")
+        )
     path = Path(path)
     files = TensorFiles(path)
     config = read_quant_config(path if path.is_dir() else path.parent)

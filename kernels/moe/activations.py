@@ -76,7 +76,7 @@ def activation(name: str) -> Activation:
     InvalidInput
         There is none; the message lists the known ones.
     """
-    found = _BY_NAME.get(name)
+    found = _BY_NAME.get(name) if isinstance(name, str) else None
     if found is None:
         raise InvalidInput(message("unknown activation", got=repr(name), expected=f"one of {', '.join(_BY_NAME)}"))
     return found

@@ -139,6 +139,8 @@ def quantize(w: Tensor, *, global_scale: Tensor | float | None = None) -> tuple[
     InvalidInput
         w is not a finite floating [N, K] with K a multiple of 16, or the global scale is not positive and finite.
     """
+    if not isinstance(w, Tensor):
+        raise InvalidInput(message("w cannot be quantised", got=type(w).__name__, expected="a tensor"))
     if w.ndim != 2 or not w.is_floating_point() or w.shape[1] % GROUP or w.numel() == 0:
         raise InvalidInput(
             message(

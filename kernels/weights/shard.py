@@ -60,11 +60,13 @@ def shard_range(total: int, rank: int, size: int, *, unit: int = 1, uneven: bool
     """
     units, rest = divmod(total, unit)
     if rest or units < size or (units % size and not uneven):
+        whole = f"{size} x {unit}" if unit > 1 else f"{size}"
+        at_least = f"a multiple of {unit}, at least {whole}" if unit > 1 else f"at least {whole}"
         raise InvalidInput(
             message(
                 f"{what} cannot be divided over {size} ranks",
                 got=f"{total}, or {total / size:g} a rank",
-                expected=f"a multiple of {size} x {unit}" if unit > 1 else f"a multiple of {size}",
+                expected=at_least if uneven else f"a multiple of {whole}",
                 do="use fewer ranks" if rest or units < size else "use fewer ranks, or uneven=True",
             )
         )

@@ -97,13 +97,27 @@ def test_why_a_kernel_was_not_chosen(tuned, run, columns):
     assert "distrusted" in done.out and "what=zeros" in done.out and "wrong at M" in " ".join(done.out.split())
 
 
-def test_why_shows_every_m_of_the_config_it_names_and_no_empty_table(tuned, run):
+def test_why_shows_every_m_of_the_config_it_names(tuned, run):
     done = run(
         "inspect", "40x64", "--why", "fake_good", "--config", '{"delay_us": 3000, "small_m": false}', "--db", tuned.path
     )
     assert "delay_us=3000 small_m=False at every M\n" in done.out and "winner µs" in done.out
-    done = run("inspect", "40x64", "--why", "fake_good", "--config", '{"delay_us": 1}', "--db", tuned.path)
-    assert "not in the space" in done.out and "every M" not in done.out and "winner µs" not in done.out
+
+
+@pytest.mark.parametrize("config", ["x", "{}", '{"delay_us": 1}'])
+@pytest.mark.parametrize("extra", [(), ("--json",)])
+def test_why_of_a_config_that_nobody_measured_lists_what_was(tuned, run, config, extra):
+    done = run("inspect", "40x64", "--why", "fake_good", "--config", config, "--db", tuned.path, *extra)
+    said = " ".join(done.err.split())
+    assert done.code == 2 and not done.out
+    assert "not measured of fake_good; the kernel has no such config here" in said and repr(config) in said
+    assert '"delay_us"' in said and "leave --config out" in said
+
+
+def test_why_of_a_config_of_a_kernel_that_was_not_measured_says_how_to_tune(tuned, run):
+    done = run("inspect", "40x64", "--why", "cpu_blocked", "--config", "x", "--db", tuned.path)
+    said = " ".join(done.err.split())
+    assert done.code == 2 and "got 'x'; run `nvfp4 tune --shape 40,64`" in said
 
 
 def test_why_as_json_for_one_config(tuned, run):

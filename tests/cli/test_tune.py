@@ -68,6 +68,7 @@ def test_without_a_winner_it_ends_with_4_and_a_damaged_database_is_moved_aside(r
         (("--moe", "experts=8,top_k=2,hidden=64,inter=32", "--ep", "2"), "--moe and --grouped name the part of one"),
         (("--shape", "40,64", "--budget", "soon"), "not a duration"),
         (("--shape", "40,64", "--budget", "0s"), "not a duration"),
+        (("--shape", "40,64", "--budget", "\u0669s"), "not a duration"),
         (("--shape", "40,64", "--device", "mps"), "neither cpu nor cuda"),
         (("--shape", "40,64", "--device", "cuda:9999999999"), "neither cpu nor cuda"),
         (("--shape", "40,64", "--device", "cuda:٣"), "neither cpu nor cuda"),

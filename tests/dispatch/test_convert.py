@@ -326,3 +326,15 @@ def test_a_model_of_transformers(tmp_path):
     with torch.inference_mode():
         y, ref = model(TOKENS[None]).logits, twin(TOKENS[None]).logits
     assert float((y - ref).norm() / ref.norm()) < 0.02
+
+
+@pytest.mark.parametrize("model", [None, 3, {"a": torch.zeros(16, 16)}])
+def test_only_models_are_converted(model):
+    with pytest.raises(InvalidInput, match=r"convert_ takes a model; got .*; expected a torch\.nn\.Module"):
+        nvfp4.convert_(model)
+
+
+@pytest.mark.parametrize("path", [3, b"folder", ["folder"]])
+def test_what_is_no_path_names_no_checkpoint(path):
+    with pytest.raises(InvalidInput, match=r"this names no checkpoint; got (int|bytes|list); expected the path of"):
+        nvfp4.convert_(nn.Sequential(nn.Linear(16, 16)), checkpoint=path)

@@ -369,6 +369,18 @@ def test_a_forgotten_tensor_is_named(warm, name):
         torch.ops.nvfp4.moe(*given.values())
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("activation", [None, ["swiglu"]])
+def test_an_activation_that_is_no_name_is_refused(activation, packed):
+    case = moe_case()
+    weights = case.weights
+    if packed:
+        w13, w2 = nvfp4.pack(*weights[:3], layout="fragment-glu"), nvfp4.pack(*weights[3:], layout="fragment")
+        weights = w13, None, None, w2, None, None
+    with pytest.raises(nvfp4.InvalidInput, match=r"unknown activation; got .*; expected one of swiglu"):
+        nvfp4.moe(case.x, *weights, case.ids, case.router, activation=activation)
+
+
 def test_a_transform_that_asks_for_a_gradient_is_refused():
     case = moe_case()
     with pytest.raises(nvfp4.InvalidInput, match="nvfp4 ops have no gradient"):

@@ -138,7 +138,9 @@ def test_names_of_architectures(arch, expected):
     assert capability_of(arch, [*TYPICAL, (13, 0)]) == expected
 
 
-@pytest.mark.parametrize("arch", ["", "sm_80a", "sm_75", "sm_9", "90", "sm_90b", "H200", "sm_90a sm_80"])
+@pytest.mark.parametrize(
+    "arch", ["", "sm_80a", "sm_75", "sm_9", "90", "sm_90b", "H200", "sm_90a sm_80", "sm_\u0669\u0660"]
+)
 def test_unknown_architectures(arch):
     with pytest.raises(
         InvalidInput, match=r"unknown architecture; got .*; expected sm_80, sm_89, sm_90a, sm_100a, sm_120a"

@@ -51,6 +51,7 @@ def test_a_problem_is_warmed_in_the_marked_layout(install, fake, set_plan, mirro
         ([], {"ms": (1.5,)}, "wrong ms"),
         ([], {"ms": "12"}, "wrong ms"),
         ([], {"ms": 3}, "wrong ms"),
+        ([], {"ms": (1 << 31,)}, "wrong ms; .* below 2"),
         (Problem(n=32, k=24), {"device": "cpu"}, "multiple of 16"),
         (Problem(n=32, k=64), {"device": "foo"}, "wrong device; got 'foo'"),
         ([], {"device": 1.5}, "wrong device"),

@@ -82,6 +82,12 @@ def test_an_unknown_activation_lists_the_known_ones():
         activation("swish")
 
 
+@pytest.mark.parametrize("name", [None, 3, ["swiglu"]])
+def test_what_is_no_name_is_no_activation(name):
+    with pytest.raises(InvalidInput, match=r"unknown activation; got .*; expected one of swiglu"):
+        activation(name)
+
+
 @pytest.mark.parametrize(
     ("name", "given", "text"),
     [

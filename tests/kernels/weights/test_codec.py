@@ -191,6 +191,8 @@ def test_weights_near_the_smallest_float32():
 @pytest.mark.parametrize(
     "w",
     [
+        None,
+        [[1.0] * 16],
         torch.zeros(16),
         torch.zeros(2, 24),
         torch.zeros(0, 16),
@@ -199,7 +201,7 @@ def test_weights_near_the_smallest_float32():
         torch.full((1, 16), float("inf")),
         torch.full((1, 16), 1e300, dtype=torch.float64),
     ],
-    ids=["1-d", "K=24", "N=0", "int", "nan", "inf", "beyond float32"],
+    ids=["None", "list", "1-d", "K=24", "N=0", "int", "nan", "inf", "beyond float32"],
 )
 def test_quantize_refuses(w):
     with pytest.raises(InvalidInput, match="cannot be quantised"):

@@ -63,7 +63,20 @@ def test_even_division_is_the_default():
     with pytest.raises(InvalidInput, match="use fewer ranks, or uneven=True"):
         shard_range(48, 0, 2, unit=16, what="a")
     with pytest.raises(InvalidInput, match=r"expected a multiple of 2 x 16; use fewer ranks$"):
-        shard_range(24, 0, 2, unit=16, uneven=True, what="a")
+        shard_range(24, 0, 2, unit=16, what="a")
+
+
+@pytest.mark.parametrize(
+    ("total", "unit", "text"),
+    [
+        (24, 16, "expected a multiple of 16, at least 2 x 16; use fewer ranks$"),
+        (16, 16, "got 16, or 8 a rank; expected a multiple of 16, at least 2 x 16"),
+        (1, 1, "expected at least 2; use fewer ranks$"),
+    ],
+)
+def test_uneven_division_says_what_it_needs(total, unit, text):
+    with pytest.raises(InvalidInput, match=text):
+        shard_range(total, 0, 2, unit=unit, uneven=True, what="a")
 
 
 def test_rows_are_divided_one_by_one_and_one_rank_has_them_all():
