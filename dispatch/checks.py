@@ -20,6 +20,7 @@ __all__ = [
     "LOW",
     "check_blob",
     "check_device",
+    "check_dtype",
     "check_gemm",
     "check_inner",
     "check_memory",
@@ -63,6 +64,12 @@ def check_gemm(
     _check_vector("bias", bias, x, n, "N", (x.dtype, torch.float32))
     _check_vector("pre_quant_scale", pre_quant_scale, x, k, "K", (x.dtype,))
     return n, k
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Whether x may have this dtype."""
+    if dtype not in DTYPE_NAMES:
+        raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
 
 
 def check_x(x: Tensor) -> int:

@@ -1,16 +1,18 @@
-"""What modules derive from their stored tensors: always into the memory that captured graphs read."""
+"""What `nvfp4.nn.Linear` and `FusedMoE` share: loading, and deriving into the memory that captured graphs read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..errors import InvalidInput, message
 from .checkpoint.files import listed
 
-__all__ = ["check_loaded", "into"]
+__all__ = ["NAN", "check_loaded", "into", "loading_problems"]
+
+NAN = 0x7F  # an e4m3 NaN: what no loaded layer holds
 
 
 def check_loaded(lacking: Iterable[str], global_scale: Tensor) -> None:
@@ -36,6 +38,15 @@ def check_loaded(lacking: Iterable[str], global_scale: Tensor) -> None:
         raise InvalidInput(
             message("the layer holds no weight", got="a global scale of NaN, as a new layer has", do="load one first")
         )
+
+
+def loading_problems(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[str]:
+    """Load tensors, called as in the state dict, into a module; what is wrong with them."""
+    missing: list[str] = []
+    unknown: list[str] = []
+    problems: list[str] = []
+    module._load_from_state_dict(tensors, "", {}, True, missing, unknown, problems)
+    return problems + [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
 
 
 def into(old: Tensor | None, new: Tensor) -> Tensor:

@@ -6,17 +6,15 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import InvalidInput, message
-from ..kernels.device import describe
 from ..kernels.problem import Problem
 from ..kernels.weights.codec import GROUP
-from ..kernels.weights.fragment import fragment_id
 from ..kernels.weights.layouts import first_layout
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import Weight
 from .checkpoint.modules import CT, MODELOPT
 from .checks import DTYPE_NAMES
 from .derived import into
-from .layout import planned_experts_layout, planned_layout
+from .layout import fragment_layout, planned_experts_layout, planned_layout
 
 __all__ = ["GLOBALS", "STACKS", "ExpertBuffers"]
 
@@ -167,8 +165,7 @@ class ExpertBuffers(nn.Module):
     def _chosen_layout(self) -> str:
         wanted, device = self._wanted_layout, self._device
         if wanted == "fragment":
-            capability = describe(device).capability if device.type in ("cpu", "cuda") else (0, 0)
-            return fragment_id(capability, DTYPE_NAMES[self.dtype])
+            return fragment_layout(device, DTYPE_NAMES[self.dtype])
         if wanted is not None:
             return wanted
         if self._top_k is not None:

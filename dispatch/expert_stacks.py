@@ -18,13 +18,12 @@ from .checkpoint.expert_sources import ROLES
 from .checkpoint.modules import IGNORED, MODELOPT, REQUIRED
 from .checkpoint.names import number_of
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor, same_pre_quant_scale
-from .checks import DTYPE_NAMES
-from .derived import check_loaded, into
+from .checks import DTYPE_NAMES, check_dtype
+from .derived import NAN, check_loaded, into, loading_problems
 from .expert_buffers import GLOBALS, STACKS, ExpertBuffers
 
 __all__ = ["ExpertStacks"]
 
-NAN = 0x7F  # an e4m3 NaN: what no loaded layer holds
 NAMES = {True: ("gate_proj", "up_proj", "down_proj"), False: ("up_proj", "down_proj")}
 
 
@@ -97,11 +96,7 @@ class ExpertStacks(ExpertBuffers):
         InvalidInput
             Some are missing, unknown, misshaped or hold NaN.
         """
-        missing: list[str] = []
-        unknown: list[str] = []
-        problems: list[str] = []
-        self._load_from_state_dict(tensors, "", {}, True, missing, unknown, problems)
-        problems += [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
+        problems = loading_problems(self, tensors)
         if problems:
             more = f" (and {len(problems) - 3} more)" if len(problems) > 3 else ""
             raise InvalidInput("; ".join(problems[:3]) + more)
@@ -369,5 +364,4 @@ def _check(num_experts: int, hidden: int, inter: int, experts: range, dialect: s
         )
     if dialect not in GLOBALS:
         raise InvalidInput(message("wrong dialect", got=repr(dialect), expected=" or ".join(map(repr, GLOBALS))))
-    if dtype not in DTYPE_NAMES:
-        raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+    check_dtype(dtype)

@@ -7,6 +7,7 @@ from functools import lru_cache
 
 import torch
 
+from ..cache import lookup
 from ..cache.records import Plan
 from ..errors import Unsupported
 from ..kernels import registry
@@ -14,12 +15,13 @@ from ..kernels.device import describe
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
 from ..kernels.untuned import untuned_layout
+from ..kernels.weights.fragment import fragment_id
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.layouts import layout_ids
 from . import table
 from .segments import decide
 
-__all__ = ["choose_layout", "planned_experts_layout", "planned_layout"]
+__all__ = ["choose_layout", "fragment_layout", "planned_experts_layout", "planned_layout"]
 
 TOP_KS = range(1, 17)  # that models have
 
@@ -40,7 +42,7 @@ def planned_layout(device: torch.device, problem: Problem) -> str:
     stamp, key = table.database_stamp(), (here, problem, "")
     found = _planned.get(key)
     if found is None or found[0] != stamp:
-        found = _planned[key] = stamp, choose_layout(here, problem, table.find_plan(here, problem))
+        found = _planned[key] = stamp, choose_layout(here, problem, lookup.find_plan(here, problem))
     return found[1]
 
 
@@ -52,10 +54,16 @@ def planned_experts_layout(device: torch.device, problem: Problem) -> str:
     stamp, key = table.database_stamp(), (here, problem, "any top_k")
     found = _planned.get(key)
     if found is None or found[0] != stamp:
-        plans = ((one, table.find_plan(here, one)) for one in any_top_k)
+        plans = ((one, lookup.find_plan(here, one)) for one in any_top_k)
         one, plan = next(((one, plan) for one, plan in plans if plan), (replace(problem, top_k=8), None))
         found = _planned[key] = stamp, choose_layout(here, one, plan)
     return found[1]
+
+
+def fragment_layout(device: torch.device, dtype: str) -> str:
+    """The fragment layout that fits a device and the dtype of x."""
+    capability = describe(device).capability if device.type in ("cpu", "cuda") else (0, 0)
+    return fragment_id(capability, dtype)
 
 
 def choose_layout(device: Device, problem: Problem, plan: Plan | None) -> str:

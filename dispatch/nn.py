@@ -13,18 +13,16 @@ from ..kernels.weights.codec import GROUP, quantize
 from ..kernels.weights.layouts import family
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import GLOBAL_SCALE_DTYPES, Weight
-from .checkpoint.modules import CT, IGNORED, MODELOPT
+from .checkpoint.modules import IGNORED, MODELOPT, REQUIRED
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor
-from .checks import DTYPE_NAMES
-from .derived import check_loaded, into
+from .checks import DTYPE_NAMES, check_dtype
+from .derived import NAN, check_loaded, into, loading_problems
 from .fused_moe import FusedMoE
 from .ops import gemm
 from .pack import pack
 
 __all__ = ["FusedMoE", "Linear", "weights"]
 
-NAMES = {MODELOPT: ("weight", "weight_scale_2"), CT: ("weight_packed", "weight_global_scale")}
-NAN = 0x7F  # an e4m3 NaN: what no loaded layer holds
 DERIVED = ("_data", "_scale", "_factor")
 NOTHING = torch.empty(0)  # in the place of what a state dict does not have
 
@@ -95,16 +93,16 @@ class Linear(nn.Module):
                     expected=f"in_features a multiple of {GROUP}, out_features at least 1",
                 )
             )
-        if dialect not in NAMES:
-            raise InvalidInput(message("wrong dialect", got=repr(dialect), expected=" or ".join(map(repr, NAMES))))
-        if dtype not in DTYPE_NAMES:
-            raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+        if dialect not in REQUIRED:
+            raise InvalidInput(message("wrong dialect", got=repr(dialect), expected=" or ".join(map(repr, REQUIRED))))
+        check_dtype(dtype)
         if layout not in (None, "fragment") and get_layout(layout).gated:
             raise InvalidInput(message("wrong layout of a Linear", got=repr(layout), expected=repr(family(layout))))
         self.in_features, self.out_features, self.dialect, self.dtype = in_features, out_features, dialect, dtype
         self._wanted_layout, self._keeps = layout, keep_checkpoint
         self._given: set[str] = set()  # what came of a weight that is not all there yet
-        self._weight_name, self._global_name = NAMES[dialect]
+        self._required = REQUIRED[dialect]
+        self._weight_name, _, self._global_name = self._required
         n, k = out_features, in_features
         # Until a weight is loaded the scales are NaN, so that nothing of it can be used by mistake.
         scale = torch.full((n, k // GROUP), NAN, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
@@ -170,11 +168,7 @@ class Linear(nn.Module):
         InvalidInput
             Some are missing, unknown, misshaped or hold NaN.
         """
-        missing: list[str] = []
-        unknown: list[str] = []
-        problems: list[str] = []
-        self._load_from_state_dict(tensors, "", {}, True, missing, unknown, problems)
-        problems += [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
+        problems = loading_problems(self, tensors)
         if problems:
             raise InvalidInput("; ".join(problems))
         return self
@@ -233,10 +227,6 @@ class Linear(nn.Module):
         if not self._global.is_meta:
             check_loaded(set(self._required) - self._given if self._given else (), self._global)
         self.refresh_()
-
-    @property
-    def _required(self) -> tuple[str, str, str]:
-        return self._weight_name, "weight_scale", self._global_name
 
     def _stored(self) -> tuple[Tensor, Tensor]:
         """Weight and block scales as the checkpoint has them."""
@@ -318,8 +308,7 @@ class Linear(nn.Module):
         if wrong:  # copying would cast them
             error_msgs += wrong
             return
-        required = self._required
-        here = {name for name in (*required, "bias", "pre_quant_scale") if f"{prefix}{name}" in state_dict}
+        here = {name for name in (*self._required, "bias", "pre_quant_scale") if f"{prefix}{name}" in state_dict}
         if here:
             self._store()
         given = dict(state_dict)
@@ -348,8 +337,8 @@ class Linear(nn.Module):
             missing_keys += [f"{prefix}{name}" for name in (self._weight_name, "weight_scale")]
         if not here or len(error_msgs) > problems or self._global.is_meta:
             return
-        self._given |= here.intersection(required)
-        whole = len(self._given) == len(required)
+        self._given |= here.intersection(self._required)
+        whole = len(self._given) == len(self._required)
         if whole:
             self._given.clear()
         if whole or self._data is not None:

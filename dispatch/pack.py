@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 
 from ..errors import InvalidInput, message
-from ..kernels.device import describe
 from ..kernels.problem import Problem
 from ..kernels.weights.experts import pack_experts
-from ..kernels.weights.fragment import fragment_id
 from ..kernels.weights.layouts import GLU, first_layout, layout_ids, to_layout
 from ..kernels.weights.weight import Weight, check_tensors
-from .checks import DTYPE_NAMES
-from .layout import planned_layout
+from .checks import DTYPE_NAMES, check_dtype
+from .layout import fragment_layout, planned_layout
 
 __all__ = ["pack"]
 
@@ -66,15 +64,14 @@ def pack(
     InvalidInput
         The tensors, the layout or an option is wrong.
     """
-    if dtype not in DTYPE_NAMES:
-        raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+    check_dtype(dtype)
     check_tensors(weight=weight)
     if problem is not None:
         layout = _experts_layout(weight, layout, problem)
     elif layout is None:
         layout = _planned_layout(weight, dtype) if weight.ndim == 2 else "checkpoint"
     elif layout in ("fragment", "fragment" + GLU):
-        layout = _fragment_id(weight.device, dtype) + layout.removeprefix("fragment")
+        layout = fragment_layout(weight.device, DTYPE_NAMES[dtype]) + layout.removeprefix("fragment")
     elif layout not in layout_ids():
         known = ", ".join(layout_ids())
         raise InvalidInput(
@@ -107,10 +104,5 @@ def _experts_layout(weight: Tensor, layout: str | None, problem: Problem) -> str
     if layout is None:
         layout = planned_layout(weight.device, problem)
     elif layout == "fragment":
-        layout = _fragment_id(weight.device, getattr(torch, problem.dtype))
+        layout = fragment_layout(weight.device, problem.dtype)
     return first_layout(layout, problem) if shape == first else layout
-
-
-def _fragment_id(device: torch.device, dtype: torch.dtype) -> str:
-    capability = describe(device).capability if device.type in ("cpu", "cuda") else (0, 0)
-    return fragment_id(capability, DTYPE_NAMES[dtype])

@@ -65,14 +65,10 @@ def decide(
     """
     usable, reasons = _usable(device, problem, layout, broken or {})
     intervals = plan.intervals(layout) if plan is not None else ()
-    ignored: list[str] = []
-    if intervals and not _tiles(intervals):
-        ignored.append("its intervals do not cover every M once")
-        usable_intervals: tuple[Interval, ...] = ()
-    else:
-        usable_intervals = intervals
+    covers = not intervals or _tiles(intervals)
+    ignored = [] if covers else ["its intervals do not cover every M once"]
     segments: list[Segment] = []
-    for interval in usable_intervals:
+    for interval in intervals if covers else ():
         segment = _from_interval(device, problem, interval, usable, reasons)
         if isinstance(segment, Segment):
             segments.append(segment)

@@ -12,14 +12,15 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ..cache.records import Plan
+from ..cache import lookup
+from ..cache.words import tune_command
 from ..errors import BuildError, NotWarm, caller_level, message
 from ..kernels.device import describe
 from ..kernels.kernel import Launcher
 from ..kernels.problem import Device, Problem
 from .segments import ANCHORS, Segment, decide
 
-__all__ = ["Bound", "UntunedWarning", "bind", "clear", "database_stamp", "find_plan", "on_clear"]
+__all__ = ["Bound", "UntunedWarning", "bind", "clear", "database_stamp", "on_clear"]
 
 # (upper ends of all intervals but the last, launchers): launchers[bisect_left(uppers, m)] serves m tokens.
 Bound: TypeAlias = tuple[tuple[int, ...], tuple[Launcher, ...]]
@@ -90,7 +91,7 @@ def on_clear(forget: Callable[[], None]) -> None:
 
 def _build(torch_device: torch.device, problem: Problem, layout: str, load: Load | None) -> Bound:
     device = describe(torch_device)
-    plan = find_plan(device, problem)
+    plan = lookup.find_plan(device, problem)
     broken: dict[str, str] = {}  # kernel -> why it could not be built
     while True:
         decision = decide(device, problem, layout, plan, broken)
@@ -110,7 +111,7 @@ def _build(torch_device: torch.device, problem: Problem, layout: str, load: Load
             message(
                 f"{len(decision.ignored)} of the tuned entries of {problem.label} are not used here: "
                 f"{decision.ignored[0]}",
-                do=f"tune again: {_command(problem)}",
+                do=f"tune again: {tune_command(problem)}",
             ),
             RuntimeWarning,
             stacklevel=caller_level(),
@@ -119,7 +120,7 @@ def _build(torch_device: torch.device, problem: Problem, layout: str, load: Load
         _announced.add((problem, layout))
         warnings.warn(
             f"{problem.label} is not tuned on {device.name} for weight layout {layout!r} (database: {_database()}): "
-            f"default kernels run, which may be much slower. Tune it: {_command(problem)}",
+            f"default kernels run, which may be much slower. Tune it: {tune_command(problem)}",
             UntunedWarning,
             stacklevel=caller_level(),
         )
@@ -141,16 +142,9 @@ def _is_capturing(device: torch.device) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def find_plan(device: Device, problem: Problem) -> Plan | None:
-    """`cache.lookup.find_plan`, imported where it is used."""
-    from ..cache import lookup  # sqlite_utils comes with it
-
-    return lookup.find_plan(device, problem)
-
-
 def database_stamp() -> tuple[object, ...]:
     """`cache.files.stamp`, imported where it is used."""
-    from ..cache import files
+    from ..cache import files  # sqlite3 comes with it
 
     return files.stamp()
 
@@ -164,12 +158,6 @@ def _database() -> object:
 
 def _what_to_warm(problem: Problem, layout: str) -> str:
     return "with the model's weights" if problem.op == "gemm" else f"with {problem} and layout={layout!r}"
-
-
-def _command(problem: Problem) -> str:
-    from ..cache.words import tune_command
-
-    return tune_command(problem)
 
 
 def _load(load: Load, launcher: Launcher, segment: Segment, device: Device, problem: Problem) -> None:

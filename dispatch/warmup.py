@@ -15,7 +15,7 @@ from ..kernels.weights.layouts import Layout, layout_ids, to_layout
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import Weight
 from . import call, experts
-from .checks import DTYPE_NAMES
+from .checks import DTYPE_NAMES, check_dtype
 from .layout import planned_layout
 
 __all__ = ["warmup"]
@@ -66,8 +66,7 @@ def warmup(
     Unsupported
         No kernel can run one of the problems.
     """
-    if dtype not in DTYPE_NAMES:
-        raise InvalidInput(message("wrong dtype", got=dtype, expected="torch.bfloat16 or torch.float16"))
+    check_dtype(dtype)
     if isinstance(ms, str) or not isinstance(ms, Iterable | None):
         raise InvalidInput(message("wrong ms", got=repr(ms), expected="several numbers of tokens, such as [1, 64]"))
     sizes = tuple(ms or ())
