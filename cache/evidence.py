@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 
 from ..kernels.kernel import Kernel, implementation_hash
 from ..kernels.problem import Device, Problem
-from .fingerprint import is_current
 from .records import BASELINE, RECORDED, TIMING, Measurement
 from .routings import combine, routings_of, worst_regrets
 
@@ -149,7 +148,7 @@ def gather(
                 evidence.distrusted.add(candidate)
         else:
             evidence.failures.get(candidate, {}).pop(row.m, None)
-            if is_current(row, known, timing=timing):
+            if row.environment.timing == timing:
                 newest.setdefault((candidate, row.m), {}).setdefault(row.protocol, {})[row.routing] = row
                 if row.routing.startswith(RECORDED):
                     recorded[row.m, row.protocol] = row.routing

@@ -1,14 +1,13 @@
-"""What software runs here, and whether a measurement still describes it."""
+"""What software runs here, and how it differs from what a measurement ran on."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
-from .records import TIMING, Environment, Measurement
+from .records import Environment
 
-__all__ = ["changes", "environment", "is_current"]
+__all__ = ["changes", "environment"]
 
 
 @cache
@@ -50,24 +49,6 @@ def _driver() -> str:
     finally:
         pynvml.nvmlShutdown()  # type: ignore[no-untyped-call]
     return text.decode() if isinstance(text, bytes) else str(text)
-
-
-def is_current(measurement: Measurement, implementation_by_kernel: Mapping[str, str], *, timing: str = TIMING) -> bool:
-    """Whether a measurement still counts: its kernel is unchanged, and it was timed by the same protocol.
-
-    A changed kernel retires its own rows only. A new driver or torch retires none: see `changes`.
-
-    Parameters
-    ----------
-    implementation_by_kernel
-        `implementation_hash` of every kernel that exists here, by name.
-    timing
-        The version of the timing protocol to compare with; by default that of this nvfp4.
-    """
-    return (
-        implementation_by_kernel.get(measurement.kernel) == measurement.implementation
-        and measurement.environment.timing == timing
-    )
 
 
 def changes(measured: Environment, now: Environment) -> tuple[str, ...]:

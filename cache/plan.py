@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from ..errors import InvalidInput, message
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
+from ..kernels.untuned import FAR
 from .evidence import Candidate, Evidence, Timed, behind, gather
 from .records import Environment, Interval, LayoutPlan, Measurement, Plan
 
@@ -32,8 +33,6 @@ __all__ = [
     "piece_at",
     "pieces_by_layout",
 ]
-
-FAR = 2**20  # an M that stands for "however large" when a kernel is asked whether it is valid
 
 # The share of calls in each band of M, given by the band's upper end; inside a band every anchor counts the same.
 # decode-heavy: serving, where a prompt is one call of many tokens and its answer some hundred calls of few.

@@ -11,14 +11,9 @@ from ..errors import Unsupported, message
 from ..kernels import registry
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
-from ..kernels.untuned import OPEN, made_for_width
+from ..kernels.untuned import ANCHORS, FAR, OPEN, made_for_width
 
-__all__ = ["ANCHORS", "Decision", "Segment", "decide"]
-
-# The same M anchors as the tuner measures at: between them defaults do not change.
-ANCHORS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
-
-FAR = 1 << 20  # an M that stands for "however large" when a kernel is asked whether it is valid
+__all__ = ["Decision", "Segment", "decide"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

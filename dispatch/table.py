@@ -18,7 +18,8 @@ from ..errors import BuildError, NotWarm, caller_level, message
 from ..kernels.device import describe
 from ..kernels.kernel import Launcher
 from ..kernels.problem import Device, Problem
-from .segments import ANCHORS, Segment, decide
+from ..kernels.untuned import ANCHORS
+from .segments import Segment, decide
 
 __all__ = ["Bound", "UntunedWarning", "bind", "clear", "database_stamp", "on_clear"]
 

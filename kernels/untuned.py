@@ -1,4 +1,4 @@
-"""What is taken where nothing was measured: the weight layout, and how narrow a range of M a kernel is made for."""
+"""Values of M, and what is taken where nothing was measured: the weight layout, and the kernel made for an M."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from .kernel import Kernel
 from .problem import Device, Problem
 from .weights.fragment import fragment_id
 
-__all__ = ["OPEN", "made_for_width", "untuned_layout"]
+__all__ = ["ANCHORS", "FAR", "OPEN", "made_for_width", "untuned_layout"]
 
+# The tuner measures at these M; between two of them defaults do not change.
+ANCHORS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
+
+FAR = 1 << 20  # an M that stands for "however large" when a kernel is asked whether it is valid
 OPEN = 1 << 31  # above every M, for comparing ranges without an end
-
-PROBES = (1, 1 << 20)  # one token, and an M that stands for "however large"
 
 
 def untuned_layout(device: Device, problem: Problem, kernels: Iterable[Kernel]) -> str:
@@ -34,7 +36,7 @@ def untuned_layout(device: Device, problem: Problem, kernels: Iterable[Kernel]) 
         for kernel in kernels
         if kernel.op == problem.op and kernel.supports(device, problem) and kernel.layout(device, problem) == wanted
     ]
-    served = all(any(_runs(kernel, device, problem, m) for kernel in readers) for m in PROBES)
+    served = all(any(_runs(kernel, device, problem, m) for kernel in readers) for m in (1, FAR))
     return wanted if served else "checkpoint"
 
 

@@ -9,13 +9,13 @@ from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation
 from ..kernels.moe.model_config import MoeConfig
 from ..kernels.problem import DTYPES, Problem
+from ..kernels.weights.codec import GROUP
 from ..kernels.weights.shard import expert_range
 
-__all__ = ["parse_grouped", "parse_moe", "parse_problem", "problems_of_experts"]
+__all__ = ["check_dtype", "parse_grouped", "parse_moe", "parse_problem", "problems_of_experts"]
 
 T = TypeVar("T")
 
-GROUP = 16  # weights per block scale
 MOE = "experts=8,top_k=2,hidden=256,inter=128,activation=swiglu"
 GROUPED = "experts=8,n=256,k=128"
 
@@ -173,5 +173,10 @@ def _check(sizes: Mapping[str, int], in_blocks: tuple[str, ...], dtype: str) -> 
     for name in in_blocks:
         if sizes[name] % GROUP:
             raise InvalidInput(message(f"wrong {name}", got=sizes[name], expected=f"a multiple of {GROUP}"))
+    check_dtype(dtype)
+
+
+def check_dtype(dtype: str) -> None:
+    """Raise InvalidInput for a dtype that activations cannot have."""
     if dtype not in DTYPES:
         raise InvalidInput(message("unknown dtype of activations", got=repr(dtype), expected=f"one of {DTYPES}"))

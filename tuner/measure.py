@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 import torch
 
@@ -19,11 +20,11 @@ from .experts_trial import ExpertsTrial
 from .gemm_trial import GemmTrial
 from .messages import Ceiling, Done, Entrant, Pace, Race, Recorded, Screen, Started
 from .outcome import Say, Step, Wrong, classify, describe_error
-from .statistics import HOPELESS, Timing, geometric_mean, hopeless, percentile, spread, summarise
+from .statistics import HOPELESS, Timing, hopeless, percentile, spread, summarise
 from .timing import CaptureError, Launch, Replay, Round, make_timer
-from .trial import Trial, gate_ms
+from .trial import Trial
 
-__all__ = ["Measurer", "gate_ms"]
+__all__ = ["Measurer"]
 
 FEW_LAUNCHES = 24  # of fast kernels in one replay: a replay takes longer than queueing the next one
 LONG_US = 1000.0  # a single launch this long is timed well enough to see that it is hopeless

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 __all__ = [
     "HOPELESS",
     "Timing",
     "beats",
-    "geometric_mean",
     "hopeless",
     "percentile",
     "spread",
@@ -76,11 +75,6 @@ def summarise(times_us: Sequence[float], clocks_mhz: Sequence[int | None] = ()) 
         samples=len(times),
         clock_mhz=round(statistics.median(known)) if known else None,
     )
-
-
-def geometric_mean(values: Iterable[float]) -> float:
-    """Of positive numbers, at least one."""
-    return statistics.geometric_mean(values)
 
 
 def spread(ms: Sequence[int]) -> tuple[int, ...]:

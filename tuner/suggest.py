@@ -10,17 +10,15 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from statistics import geometric_mean
+from typing import Any
 
 import numpy as np
 
 from ..kernels.kernel import Space
 from .candidates import Candidate
 from .messages import Entrant
-from .statistics import HOPELESS, geometric_mean
-
-if TYPE_CHECKING:
-    pass
+from .statistics import HOPELESS
 
 __all__ = ["BANDS", "Suggester"]
 

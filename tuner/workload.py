@@ -13,8 +13,10 @@ import msgspec
 
 from ..errors import InvalidInput, message
 from ..kernels.moe.model_config import MoeConfig
-from ..kernels.problem import DTYPES, Problem
-from .experts_workload import problems_of_experts
+from ..kernels.problem import Problem
+from ..kernels.untuned import ANCHORS
+from ..kernels.weights.codec import GROUP
+from .experts_workload import check_dtype, problems_of_experts
 
 __all__ = [
     "ANCHORS",
@@ -28,13 +30,8 @@ __all__ = [
     "problems_of_model",
 ]
 
-ANCHORS = (
-    *(1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512),
-    *(768, 1024, 1536, 2048, 3072, 4096, 8192),
-)
 QUICK_ANCHORS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
 LARGEST_M = 1 << 20
-GROUP = 16  # weights per block scale: K, and each rank's share of it, is a multiple
 
 # A fused linear stands for its parts: serving engines run it instead of them.
 FUSED = {
@@ -165,8 +162,7 @@ def problems_of_linears(linears: Iterable[Linear], *, tp: int = 1, dtype: str = 
     """
     if tp < 1:
         raise InvalidInput(message("tensor parallel size", got=tp, expected="at least 1"))
-    if dtype not in DTYPES:
-        raise InvalidInput(message("unknown dtype of activations", got=repr(dtype), expected=f"one of {DTYPES}"))
+    check_dtype(dtype)
     linears = tuple(linears)
     names = {linear.name for linear in linears}
     parts = {
@@ -275,8 +271,7 @@ def parse_shape(text: str, *, dtype: str = "bfloat16") -> Problem:
                 expected=f"N of at least 1 and K a positive multiple of {GROUP}",
             )
         )
-    if dtype not in DTYPES:
-        raise InvalidInput(message("unknown dtype of activations", got=repr(dtype), expected=f"one of {DTYPES}"))
+    check_dtype(dtype)
     return Problem(n=n, k=k, dtype=dtype)
 
 

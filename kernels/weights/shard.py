@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ...errors import InvalidInput, message
+from .codec import GROUP
 
 __all__ = ["Shard", "expert_range", "shard_range"]
-
-GROUP = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,10 +9,12 @@ from nvfp4.errors import BuildError
 from nvfp4.kernels.problem import Problem
 from nvfp4.testing import fakes as fake_kernels
 from nvfp4.testing.fakes import FakeConfig, TroubleConfig, fake_device
-from nvfp4.tuner.inputs import GUARD_ROWS, POOL_ROWS, Inputs, copies_needed
-from nvfp4.tuner.measure import Measurer, gate_ms
+from nvfp4.tuner.inputs import POOL_ROWS, Inputs, copies_needed
+from nvfp4.tuner.measure import Measurer
 from nvfp4.tuner.messages import BASELINE_CONFIG, Done, Entrant, Race, Row, Screen, Started, shorten
 from nvfp4.tuner.outcome import classify
+from nvfp4.tuner.output import GUARD_ROWS
+from nvfp4.tuner.trial import gate_ms
 
 PROBLEM = Problem(n=40, k=64)
 MS = (1, 2, 8, 32, 200)

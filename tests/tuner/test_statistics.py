@@ -4,7 +4,6 @@ from hypothesis import strategies as st
 from nvfp4.tuner.statistics import (
     Timing,
     beats,
-    geometric_mean,
     hopeless,
     percentile,
     spread,
@@ -58,10 +57,6 @@ def test_a_challenger_wins_by_two_percent_outside_the_noise():
     assert beats(timing(100.0), timing(102.0))
     assert not beats(timing(95.0, p80=101.0), timing(100.0))
     assert not beats(timing(95.0, p80=100.0), timing(100.0))
-
-
-def test_geometric_mean():
-    assert geometric_mean([1.0, 4.0]) == pytest.approx(2.0)
 
 
 def test_the_ends_and_every_fourth_m_come_first():
