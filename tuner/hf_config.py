@@ -24,9 +24,12 @@ OTHER_KINDS = {
     "linear_num_value_heads": "linear attention layers",
     "mamba_num_heads": "state space layers",
     "mamba_d_state": "state space layers",
-    "global_head_dim": "two kinds of attention heads",
+    **dict.fromkeys(("global_head_dim", "swa_head_dim", "swa_num_key_value_heads"), "two kinds of attention heads"),
+    "conv_L_cache": "convolution layers",
     "num_attention_groups": "attention of Step models",
 }
+# What a layer is called whose attention has Llama's linears; other kinds of layers have others.
+LIKE_LLAMA = ("attention", "full_attention", "sliding_attention", "chunked_attention")
 # The inner size of dense MLPs, where experts have another.
 DENSE_INTER = ("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size")
 SHARED_INTER = (
@@ -35,6 +38,7 @@ SHARED_INTER = (
 )
 SHARED_COUNT = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 ONE_SHARED = ("llama4", "llama4_text")  # models whose layers of experts have a shared one, which no field tells
+UNGATED = ("apertus", "gpt_neox", "phi", "starcoder2")  # models whose MLPs have no gate, whatever the activation
 BESIDE = "enable_moe_block"  # Gemma 4: every layer has a dense MLP beside its experts
 
 
@@ -94,8 +98,8 @@ def read_config(path: Path) -> ModelShape:
         raise InvalidInput(message(f"{file} is no model description", got=error, do=fix)) from error
     dtype = (config.dtype or config.torch_dtype or "").removeprefix("torch.")
     moe = read_moe_config(fields)
-    kinds = layer_kinds(fields) if moe.experts else ()
-    other = sorted({kind for field, kind in OTHER_KINDS.items() if fields.get(field) is not None})
+    kinds = layer_kinds(fields) if moe.experts > 1 else ()  # Hunyuan's dense models have one
+    other = _other_kinds(fields)
     if min(config.hidden_size, config.vocab_size) < 1:
         raise InvalidInput(message("sizes of the model", got=config, expected="positive numbers"))
     linears = [] if other else _attention(config)
@@ -112,6 +116,19 @@ def read_config(path: Path) -> ModelShape:
         moe=moe,
         expert_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == "experts"),
     )
+
+
+def _other_kinds(fields: Mapping[str, object]) -> list[str]:
+    """Kinds of attention and of layers, in words, whose linears are not those of Llama's attention."""
+    found = {kind for field, kind in OTHER_KINDS.items() if fields.get(field) is not None}
+    named, numbered, value_dim = fields.get("layer_types"), fields.get("attn_type_list"), fields.get("v_head_dim")
+    if isinstance(numbered, list) and 0 in numbered:  # MiniMax-Text
+        found.add("linear attention layers")
+    if not found and isinstance(named, list):
+        found = {f"layers called {kind}" for kind in named if kind not in LIKE_LLAMA}
+    if not found and value_dim not in (None, fields.get("head_dim")):
+        found = {"values of another size than keys"}
+    return sorted(found)
 
 
 def _attention(config: _Config) -> list[Linear]:
@@ -133,7 +150,7 @@ def _dense(fields: Mapping[str, object], moe: MoeConfig, hidden: int) -> list[Li
         raise InvalidInput(
             message("intermediate_size", got=fields.get("intermediate_size"), expected="a positive number")
         )
-    return _mlp("mlp", hidden, inter, moe)
+    return _mlp("mlp", hidden, inter, _gated(fields, moe))
 
 
 def _around_experts(fields: Mapping[str, object], moe: MoeConfig, hidden: int) -> list[Linear]:
@@ -141,7 +158,7 @@ def _around_experts(fields: Mapping[str, object], moe: MoeConfig, hidden: int) -
     size, count = first_size(fields, SHARED_INTER), first_size(fields, SHARED_COUNT)
     one = bool(size) or fields.get("model_type") in ONE_SHARED
     inter = (size or moe.inter) * (count or one)
-    linears = _mlp("shared_expert", hidden, inter, moe) if inter else []
+    linears = _mlp("shared_expert", hidden, inter, _gated(fields, moe)) if inter else []
     if moe.hidden not in (0, hidden):
         linears.append(Linear(name="latent_down_proj", n=moe.hidden, k=hidden, shard="replicated"))
         kimi = fields.get("routed_expert_hidden_size")
@@ -149,11 +166,16 @@ def _around_experts(fields: Mapping[str, object], moe: MoeConfig, hidden: int) -
     return linears
 
 
-def _mlp(prefix: str, hidden: int, inter: int, moe: MoeConfig) -> list[Linear]:
+def _gated(fields: Mapping[str, object], moe: MoeConfig) -> bool:
+    """Whether MLPs and experts have a gate."""
     try:
         gated = activation(moe.activation_of(None, gated=None)).gated
     except InvalidInput:
         gated = True  # an activation that experts cannot have, or none
+    return gated and fields.get("model_type") not in UNGATED
+
+
+def _mlp(prefix: str, hidden: int, inter: int, gated: bool) -> list[Linear]:
     first, rows = ("gate_up_proj", 2 * inter) if gated else ("up_proj", inter)
     return [
         Linear(name=f"{prefix}.{first}", n=rows, k=hidden, shard="column"),

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from ..errors import InvalidInput, message
+from ..kernels.moe.model_config import first_size
 
 __all__ = ["Kind", "layer_kinds"]
 
@@ -14,8 +15,9 @@ Kind: TypeAlias = Literal["experts", "dense", "neither"]
 # What config.json calls one layer, in a list or (Nemotron-H) in a string with a letter for each.
 DENSE = ("dense", "mlp", "-", 0)
 NEITHER = ("mamba", "attention", "M", "*")
-BY_LAYER = ("mlp_layer_types", "layers_block_type", "hybrid_override_pattern", "moe_layer_freq")
+BY_LAYER = ("mlp_layer_types", "is_moe_layer", "layers_block_type", "hybrid_override_pattern", "moe_layer_freq")
 
+MOST_LAYERS = 10_000
 FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")  # DeepSeek, LFM2, ERNIE
 STEP = ("decoder_sparse_step", "interleave_moe_layer_step", "moe_layer_interval")  # Qwen, Llama 4, ERNIE
 
@@ -33,14 +35,16 @@ def layer_kinds(fields: Mapping[str, object]) -> tuple[Kind, ...]:
         if said and isinstance(said, list | str):
             return tuple("dense" if one in DENSE else "neither" if one in NEITHER else "experts" for one in said)
     count = fields.get("num_hidden_layers")
-    if type(count) is not int or count < 1:
-        raise InvalidInput(message("num_hidden_layers", got=count, expected="a number of layers"))
+    if type(count) is not int or not 1 <= count <= MOST_LAYERS:
+        raise InvalidInput(
+            message("num_hidden_layers", got=count, expected=f"a number of layers, {MOST_LAYERS} at most")
+        )
     listed = _listed(fields)
     if listed is not None:
         return tuple("experts" if layer in listed else "dense" for layer in range(count))
-    first, end = _number(fields, FIRST_DENSE, 0), _number(fields, ("moe_layer_end_index",), count - 1)
-    step, every = _number(fields, STEP, 1), _number(fields, ("moe_layer_freq",), 1)
-    period, offset = _number(fields, ("expert_layer_period",), 1), _number(fields, ("expert_layer_offset",), 0)
+    first, end = first_size(fields, FIRST_DENSE), first_size(fields, ("moe_layer_end_index",)) or count - 1
+    step, every = first_size(fields, STEP) or 1, first_size(fields, ("moe_layer_freq",)) or 1
+    period, offset = first_size(fields, ("expert_layer_period",)) or 1, first_size(fields, ("expert_layer_offset",))
     dense = fields.get("mlp_only_layers")
     return tuple(
         "experts"
@@ -60,8 +64,3 @@ def _listed(fields: Mapping[str, object]) -> list[object] | None:
     if isinstance(found, list):
         return found
     return [int(part) for part in text.split(",") if part.strip().isdecimal()] if isinstance(text, str) else None
-
-
-def _number(fields: Mapping[str, object], names: Sequence[str], default: int) -> int:
-    """The first of these fields that is a number above 0."""
-    return next((one for name in names if type(one := fields.get(name)) is int and one > 0), default)

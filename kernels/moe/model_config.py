@@ -158,10 +158,14 @@ def _top_k(found: object) -> tuple[int, ...]:
 
 
 def first_size(fields: Mapping[str, object], names: Sequence[str]) -> int:
-    """The first of these fields that is there and not 0: a number, or one a layer where all are alike; else 0."""
+    """The first of these fields that is there and not 0: a number, or one a layer where all are alike; else 0.
+
+    Numbers that no tensor has, below 1 or from 2**31 on, are 0.
+    """
     found = next((fields[name] for name in names if fields.get(name)), 0)
     values = found if isinstance(found, list) else [found]
-    return values[0] if type(values[0]) is int and values[0] > 0 and values.count(values[0]) == len(values) else 0
+    size = values[0]
+    return size if type(size) is int and 0 < size < 1 << 31 and values.count(size) == len(values) else 0
 
 
 def _first(fields: Mapping[str, object], names: Sequence[str]) -> object:

@@ -167,12 +167,15 @@ MLP, EXPERTS = Problem(n=1024, k=256), moe(64, 256, experts=8, top_k=2)
         ({"mlp_layer_types": ["hash_moe", "moe", "moe", "moe"]}, "experts"),
         ({"moe_layer_start_index": 1, "moe_layer_end_index": 3, "moe_layer_interval": 1}, "both"),
         ({"moe_layer_start_index": 0, "moe_layer_end_index": 2}, "both"),
+        ({"moe_layer_start_index": [1, 1], "moe_layer_end_index": [3, 3]}, "both"),
+        ({"is_moe_layer": [False, True, True, True]}, "both"),
         ({"moe_layer_start_index": 0, "moe_layer_end_index": -1}, "experts"),
         ({"expert_layer_period": 2, "expert_layer_offset": 1}, "both"),
         ({"moe_layers_enum": "1,2,3"}, "both"),
         ({"hybrid_override_pattern": "ME*E"}, "experts"),
         ({"hybrid_override_pattern": "ME*-"}, "both"),
         ({"num_experts": 0}, "dense"),
+        ({"num_experts": 1}, "dense"),
     ],
 )
 def test_which_layers_have_experts(derive, fields, has):
@@ -201,10 +204,21 @@ def test_shared_experts_are_dense_layers(derive, fields, inter):
     assert found == {(768, 256), (256, 256), (1000, 256)} | shared | mlps
 
 
-def test_attention_that_only_looks_like_llamas_is_left_out(derive):
-    step = SMALL | {"num_experts": None, "moe_num_experts": 8, "moe_top_k": 2, "num_attention_groups": 2}
-    with pytest.warns(UserWarning, match="describes attention of Step models: linears outside MLPs"):
-        assert derive(step | {"moe_layers_enum": "2,3"}) == [
+@pytest.mark.parametrize(
+    ("fields", "kinds"),
+    [
+        ({"num_attention_groups": 2}, "attention of Step models"),
+        ({"layer_types": ["conv", "full_attention"], "conv_L_cache": 3}, "convolution layers"),
+        ({"attn_type_list": [0, 0, 0, 1]}, "linear attention layers"),
+        ({"layer_types": ["linear_attention", "full_attention"]}, "layers called linear_attention"),
+        ({"head_dim": 32, "v_head_dim": 16}, "values of another size than keys"),
+        ({"head_dim": 32, "v_head_dim": 16, "swa_num_key_value_heads": 4}, "two kinds of attention heads"),
+        ({"v_head_dim": 128, "kv_lora_rank": 512}, "multi-head latent attention"),
+    ],
+)
+def test_attention_that_only_looks_like_llamas_is_left_out(derive, fields, kinds):
+    with pytest.warns(UserWarning, match=f"describes {kinds}: linears outside MLPs"):
+        assert derive(SMALL | {"first_k_dense_replace": 2} | fields) == [
             MLP,
             Problem(n=256, k=512),
             Problem(n=1000, k=256),
@@ -212,8 +226,14 @@ def test_attention_that_only_looks_like_llamas_is_left_out(derive):
         ]
 
 
-def test_a_dense_mlp_without_a_gate(derive):
-    found = derive(SMALL | {"num_experts": 0, "hidden_act": "relu2"})
+def test_attention_like_llamas_may_look_at_parts_of_a_text(derive):
+    kinds = {"layer_types": ["full_attention", "sliding_attention"], "attn_type_list": [1, 1, 1, 1]}
+    assert derive(SMALL | kinds | {"head_dim": 32, "v_head_dim": 32}) == derive(SMALL)
+
+
+@pytest.mark.parametrize("fields", [{"hidden_act": "relu2"}, {"model_type": "apertus", "hidden_act": "xielu"}])
+def test_a_dense_mlp_without_a_gate(derive, fields):
+    found = derive(SMALL | {"num_experts": 0} | fields)
     assert Problem(n=512, k=256) in found and MLP not in found
 
 
@@ -257,8 +277,9 @@ def test_some_layers_are_left_out(derive):
 
 
 def test_a_number_of_layers_is_needed(derive):
-    with pytest.raises(InvalidInput, match="num_hidden_layers; expected a number of layers"):
-        derive(SMALL | {"num_hidden_layers": None})
+    for count in (None, 1 << 40):
+        with pytest.raises(InvalidInput, match=r"num_hidden_layers; .*expected a number of layers, 10000 at most"):
+            derive(SMALL | {"num_hidden_layers": count})
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ def test_sizes_that_a_config_claims(fields, sizes):
         ({"moe_num_experts": 64}, 64),
         ({"num_experts": [16, 16]}, 16),
         ({"num_local_experts": 0}, 0),
+        ({"num_experts": 1 << 63}, 0),
         ({}, 0),
     ],
 )
