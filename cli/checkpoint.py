@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..dispatch.checkpoint import Checkpoint, open_checkpoint
@@ -16,8 +16,12 @@ from .checkpoint_experts import experts_of, has_experts, left_out_words
 __all__ = ["dtype_of", "layers_of", "open_for_tuning", "problem_of", "problems_of_checkpoint"]
 
 # Layers whose input is divided over ranks, and small ones that every rank has whole; all others divide their output.
-ROW = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "wo")
-REPLICATED = ("q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj")
+ROW = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "wo", "wo_b", "dense", "dense_4h_to_h", "c_proj")
+REPLICATED = (
+    *("q_a_proj", "kv_a_proj_with_mqa", "fused_qkv_a_proj", "wq_a", "wkv"),
+    *("fc1_latent_proj", "fc2_latent_proj", "routed_expert_down_proj"),
+)
+INDEXER = "indexer"  # of sparse attention: a module all of whose layers every rank has whole
 KEY_VALUE = ("k_proj", "v_proj")
 
 
@@ -90,34 +94,42 @@ def dtype_of(checkpoint: Checkpoint, wanted: str | None) -> str:
 def layers_of(checkpoint: Checkpoint, *, fused: bool) -> list[Linear]:
     """Its dense NVFP4 layers, whole, with how they are divided over ranks; by name, layer 2 before layer 10."""
     linears = checkpoint.linears
-    sizes = {name: (linears[name].n, linears[name].k) for name in in_layer_order(linears)}
-    if fused:
-        sizes = dict(_fused(sizes))
-    return [_layer(checkpoint, name, n, k) for name, (n, k) in sizes.items()]
+    layers = {name: _layer(checkpoint, name, linears[name].n, linears[name].k) for name in in_layer_order(linears)}
+    return list(_fused(layers) if fused else layers.values())
 
 
-def _fused(sizes: dict[str, tuple[int, int]]) -> Iterator[tuple[str, tuple[int, int]]]:
+def _fused(layers: Mapping[str, Linear]) -> Iterator[Linear]:
     """The same layers, with those that read one x put together."""
     done: set[str] = set()
-    for name, size in sizes.items():
+    for name, layer in layers.items():
         if name in done:
             continue
         for whole in fused_around(name):
-            parts = fused_parts(whole)
-            if all(sizes.get(part, (0, 0))[1] == size[1] for part in parts):
-                done.update(parts)
-                yield whole, (sum(sizes[part][0] for part in parts), size[1])
+            parts = [layers[part] for part in fused_parts(whole) if part in layers]
+            if len(parts) == len(fused_parts(whole)) and all(part.k == layer.k for part in parts):
+                done.update(part.name for part in parts)
+                yield _together(whole, parts)
                 break
         else:
-            yield name, size
+            yield layer
+
+
+def _together(name: str, parts: Sequence[Linear]) -> Linear:
+    """One layer of several; the size of a head of qkv_proj is the mean of keys' and values', where they differ."""
+    n, k, shard = sum(part.n for part in parts), parts[0].k, parts[0].shard
+    key_value = [part.head_dim for part in parts if part.head_dim]
+    if not key_value:
+        return Linear(name=name, n=n, k=k, shard=shard)
+    head_dim = sum(key_value) // len(key_value)
+    return Linear(name=name, n=n, k=k, shard=shard, kv_heads=parts[-1].kv_heads, head_dim=head_dim)
 
 
 def _layer(checkpoint: Checkpoint, name: str, n: int, k: int) -> Linear:
     leaf = split(name)[1]
+    if leaf in REPLICATED or INDEXER in name.split("."):
+        return Linear(name=name, n=n, k=k, shard="replicated")
     if leaf in ROW:
         return Linear(name=name, n=n, k=k, shard="row")
-    if leaf in REPLICATED:
-        return Linear(name=name, n=n, k=k, shard="replicated")
     kv_heads = checkpoint.config.model.num_key_value_heads
     heads = checkpoint.config.model.num_attention_heads or 0
     if kv_heads and leaf in KEY_VALUE and n % kv_heads == 0:

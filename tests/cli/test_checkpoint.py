@@ -1,15 +1,18 @@
 """`--checkpoint` of tune, warmup and inspect: the problems of a checkpoint, and how far the plans cover them."""
 
 import json
+import re
 
 import msgspec
 import pytest
 import torch
-from nvfp4.cli.checkpoint import problems_of_checkpoint
+from nvfp4.cli.checkpoint import layers_of, problems_of_checkpoint
 from nvfp4.cli.coverage import Coverage
+from nvfp4.dispatch.checkpoint import open_checkpoint
 from nvfp4.errors import InvalidInput
 from nvfp4.kernels.problem import Problem
 from nvfp4.testing.checkpoints import as_compressed_tensors, modelopt, write_checkpoint
+from nvfp4.tuner.workload import _models
 
 pytestmark = pytest.mark.usefixtures("fakes")
 
@@ -70,6 +73,26 @@ def test_ranks_divide_rows_or_columns_and_share_heads(write):
     path = write(layers(0))
     with pytest.raises(InvalidInput, match=r"mlp\.down_proj cannot be split over 4 ranks: in_features; got 96"):
         problems_of_checkpoint(path, tp=4)
+
+
+def test_heads_of_a_fused_layer_are_those_of_its_parts(write):
+    # q with a gate: 4 heads of 2 x 16 rows; more ranks than the 2 key and value heads, which are not cut
+    gated = modelopt("a.q_proj", 128, 64) | modelopt("a.k_proj", 32, 64) | modelopt("a.v_proj", 32, 64)
+    assert problems_of_checkpoint(write(gated), tp=4, fused=True) == problems((128 // 4 + 16 + 16, 64))
+    small_values = modelopt("a.q_proj", 64, 64) | modelopt("a.k_proj", 32, 64) | modelopt("a.v_proj", 16, 64)
+    assert problems_of_checkpoint(write(small_values), tp=4, fused=True) == problems((64 // 4 + 16 + 8, 64))
+
+
+def test_layers_are_divided_like_those_of_shipped_models(write):
+    shards = {}
+    for model in _models().values():
+        shards |= {linear.name: linear.shard for linear in model.linears if not re.search(r"[(.]", linear.name)}
+    shards |= {"indexer.wq_b": "replicated", "mlp.down_proj": "row", "mlp.gate_up_proj": "column"}
+    tensors = {}
+    for name in shards:
+        tensors |= modelopt(f"model.layers.0.{name}", 96, 96)
+    found = layers_of(open_checkpoint(write(tensors, hf={"quant_algo": "NVFP4"})), fused=False)
+    assert {one.name.removeprefix("model.layers.0."): one.shard for one in found} == shards
 
 
 def test_only_headers_are_read(write, monkeypatch):
