@@ -163,14 +163,25 @@ class Warp(Hopper, Lanes):
     # ---- integers, predicates, conversions ----
 
     def _mul(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        kind = kinds[-1]
         if kinds[0] in ("wide", "hi"):
-            product = self._integer(ops[1], kind).astype(np.int64) * self._integer(ops[2], kind).astype(np.int64)
-            bits = int(kind[1:])
-            value = wrapped(product, f"u{2 * bits}") if kinds[0] == "wide" else wrapped(product >> bits, kind)
+            self._put(ops[0], self._product(kinds, ops), run)
         else:
-            value = self._compute(ARITHMETIC["mul"], kind, ops[1:])
-        self._put(ops[0], value, run)
+            self.calculate(ARITHMETIC["mul"], kinds[-1], ops, run)
+
+    def _mad(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        if kinds[0] in ("wide", "hi"):
+            product = self._product(kinds, ops)
+            self._put(ops[0], product + self._get(ops[3], 8 * product.itemsize), run)
+        else:
+            assert kinds[0] == "lo"
+            self.calculate(ARITHMETIC["mad"], kinds[-1], ops, run)
+
+    def _product(self, kinds: list[str], ops: tuple[str, ...]) -> Array:
+        """All bits of the product of two integers ("wide"), or those above as many as an integer has ("hi")."""
+        kind, bits = kinds[-1], int(kinds[-1][1:])
+        assert bits < 64 and len(kinds) == 2, "128 bits, or more than a product"
+        product = self._integer(ops[1], kind).astype(np.int64) * self._integer(ops[2], kind).astype(np.int64)
+        return wrapped(product, f"u{2 * bits}") if kinds[0] == "wide" else wrapped(product >> bits, kind)
 
     def _shl(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         values = self._get(ops[1], 64) << self._get(ops[2], 64)
@@ -240,16 +251,21 @@ class Warp(Hopper, Lanes):
         self._put(ops[0], self._get(ops[1], 64), run)
 
     def _cvt(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
-        to, of = kinds[-2:]
+        *how, to, of = kinds
+        known = [] if of in ("bf16", "f16") or (to in INTEGERS and of in INTEGERS) else ["rn"]
+        assert how == known, "not how this converts"
         if of == "e2m1x2":
             byte = self._get(ops[1], 8)
             code = np.stack([byte & 15, byte >> 4], 1)
             value = joined(to_bits(E2M1[code & 7] * np.where(code & 8, -1.0, 1.0), to))
         elif to in ("bf16x2", "f16x2"):
             value = joined(to_bits(np.stack([self._float(ops[2]), self._float(ops[1])], 1), to))
-        elif to == "f32":
+        elif to == "f32" and of in INTEGERS:
+            value = self._integer(ops[1], of).astype(np.float32).view(np.uint32)
+        elif to == "f32" and of in ("bf16", "f16"):
             value = to_floats(self._get(ops[1], 16), of).view(np.uint32)
         else:
+            assert to in INTEGERS and of in INTEGERS, "not what this converts"
             value = wrapped(self._integer(ops[1], of), to)
         self._put(ops[0], value, run)
 

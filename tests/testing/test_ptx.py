@@ -121,6 +121,23 @@ def test_unknown_instructions_and_unwritten_registers_raise():
         run("add.s32 %r2, %r1, %r7;", EXCHANGE)
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "cvt.rz.f32.s32 %r2, %r1;",
+        "cvt.f32.f64 %r2, %rd1;",
+        "cvt.rni.s32.f32 %r2, %r1;",
+        "cvt.sat.u8.s32 %r2, %r1;",
+        "cvt.rn.relu.bf16x2.f32 %r2, %r1, %r1;",
+        "mul.hi.u64 %rd3, %rd1, %rd1;",
+        "mad.wide.u64 %rd3, %rd1, %rd1, %rd1;",
+    ],
+)
+def test_what_it_would_compute_otherwise_raises(code):
+    with pytest.raises(AssertionError, match=code.split()[0]):
+        run(code, EXCHANGE)
+
+
 def test_branches_loops_and_guards():
     """Lane i goes round i times, lanes above 16 not at all; inline registers are their block's own."""
     body = """
@@ -168,6 +185,16 @@ def test_branches_loops_and_guards():
         ("{.reg .b16 l, h; mov.b32 %r3, 0x12345678; mov.b32 {l, h}, %r3; mov.b32 %r2, {h, l};}", 0x56781234),
         ("mov.b64 %rd3, 0x1122334455667788; mov.b64 {%r3, %r2}, %rd3;", 0x11223344),
         ("{.reg .b8 b; .reg .b16 l, h; cvt.u8.u32 b, 0xF5; cvt.rn.f16x2.e2m1x2 %r2, b;}", 0xC6004200),
+        ("mov.b32 %r3, 0x80000001; mad.lo.s32 %r2, %r3, 3, 4;", 0x80000007),
+        ("mov.b32 %r3, 0x80000001; mad.hi.u32 %r2, %r3, 4, 5;", 7),
+        ("mov.b32 %r3, -2; mad.hi.s32 %r2, %r3, 3, 5;", 4),
+        ("mov.b32 %r3, 0x80000000; mov.b64 %rd3, 1; mad.wide.u32 %rd3, %r3, 6, %rd3; mov.b64 {%r3, %r2}, %rd3;", 3),
+        ("mov.b32 %r3, -3; mov.b64 %rd3, 1; mad.wide.s32 %rd3, %r3, 6, %rd3; mov.b64 {%r2, %r3}, %rd3;", 0xFFFFFFEF),
+        ("mov.b32 %r3, -3; mov.b64 %rd3, 1; mad.wide.s32 %rd3, %r3, 6, %rd3; mov.b64 {%r3, %r2}, %rd3;", 0xFFFFFFFF),
+        ("mov.b32 %r3, -3; cvt.rn.f32.s32 %r2, %r3;", 0xC0400000),
+        ("mov.b32 %r3, 0xFFFFFFFF; cvt.rn.f32.u32 %r2, %r3;", 0x4F800000),
+        ("mov.b32 %r3, 0x01000003; cvt.rn.f32.s32 %r2, %r3;", 0x4B800002),  # to even
+        ("{.reg .b16 h; mov.b16 h, 0xC200; cvt.f32.f16 %r2, h;}", 0xC0400000),
     ],
 )
 def test_arithmetic(code, right):
