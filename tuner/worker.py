@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -242,6 +243,7 @@ def _serve(number: int, request: Request) -> Device | Ceiling | None:
 
     if _measurer is None:
         _measurer = Measurer(_place)
+        gc.freeze()  # what is there stays: collecting after a failed candidate need not walk it
     answer: Device | Ceiling | None = None
     done = Done()
     if isinstance(request, Hello):

@@ -201,6 +201,26 @@ def test_everything_is_given_back(measurer, pace):
     assert [ref() for ref in refs] == [None, None, None]
 
 
+def test_what_a_failed_candidate_held_is_given_back(measurer, pace, monkeypatch):
+    """Also what only the collector finds, where all that was there before is frozen, as in the worker."""
+    held = []
+
+    def out(self, m, *, poison=True):
+        cycle = [torch.zeros(8)]
+        cycle.append(cycle)
+        held.append(weakref.ref(cycle[0]))
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr(Inputs, "out", out)
+    gc.freeze()
+    try:
+        rows, _ = screen(measurer, pace, good())
+        assert {row.status for row in rows} == {"oom"}
+        assert held and [ref() for ref in held] == [None] * len(held)
+    finally:
+        gc.unfreeze()
+
+
 @pytest.mark.parametrize(
     ("error", "status"),
     [
