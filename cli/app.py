@@ -12,15 +12,16 @@ import rich_click as click
 
 from .. import __version__
 from ..errors import InvalidInput, NoDevice, Nvfp4Error
+from .entry import FAILED, INTERRUPTED
 from .env import env
 from .inspect import inspect
 from .options import help_style
 from .tune import tune
 from .warmup import warmup
 
-__all__ = ["FAILED", "INTERRUPTED", "NO_DEVICE", "USAGE", "app"]
+__all__ = ["NO_DEVICE", "USAGE", "app"]
 
-FAILED, USAGE, NO_DEVICE, INTERRUPTED = 1, 2, 3, 130
+USAGE, NO_DEVICE = 2, 3
 
 
 class App(click.RichGroup):

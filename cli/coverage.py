@@ -13,7 +13,7 @@ from ..cache.store import Store
 from ..cache.words import tune_command
 from ..dispatch.checkpoint import Checkpoint
 from ..dispatch.layout import choose_layout
-from ..dispatch.segments import Segment, decide
+from ..dispatch.segments import decide
 from ..errors import Unsupported
 from ..kernels.problem import Device, Problem
 from ..kernels.weights.layouts import first_layout, layout_ids
@@ -21,7 +21,7 @@ from ..kernels.weights.layouts import layout as get_layout
 from .checkpoint import dtype_of, layers_of, problem_of
 from .checkpoint_experts import experts_of, left_out_words
 from .output import Grid
-from .words import device_words, plural, problem_words
+from .words import device_words, kernels_by_m, plural, problem_words
 
 __all__ = ["Coverage", "Covered", "coverage", "show_coverage"]
 
@@ -121,7 +121,7 @@ def _covered(
     except Unsupported as error:
         status, kernels, reason = "none", "", str(error)
     else:
-        kernels = _kernels(decision.segments)
+        kernels = kernels_by_m((one.kernel.name, one.m_lo, one.m_hi) for one in decision.segments)
         if not decision.tuned:
             status, reason = "default", f"nothing was measured: `{tune_command(problem)}`"
         else:
@@ -153,23 +153,6 @@ def _layout_bytes(problem: Problem) -> dict[str, int]:
         for name, one in fitting.items()
         if one.experts
     }
-
-
-def _kernels(segments: tuple[Segment, ...]) -> str:
-    """ "triton_gemv 1-16, two_pass 17+": neighbours of one kernel are one range."""
-    runs: list[tuple[str, int, int | None]] = []
-    for segment in segments:
-        start = segment.m_lo
-        if runs and runs[-1][0] == segment.kernel.name:
-            start = runs.pop()[1]
-        runs.append((segment.kernel.name, start, segment.m_hi))
-    return ", ".join(f"{name} {_range(m_lo, m_hi)}" for name, m_lo, m_hi in runs)
-
-
-def _range(m_lo: int, m_hi: int | None) -> str:
-    if m_hi is None:
-        return f"{m_lo}+"
-    return str(m_lo) if m_lo == m_hi else f"{m_lo}-{m_hi}"
 
 
 def show_coverage(console: Console, found: Coverage) -> None:

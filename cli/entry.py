@@ -7,10 +7,9 @@ import os
 import sys
 from typing import Any, NoReturn, TextIO, cast
 
-__all__ = ["main"]
+__all__ = ["FAILED", "INTERRUPTED", "main"]
 
-FAILED = 1
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
 
 
 class Watched:

@@ -15,9 +15,9 @@ import rich_click as click
 from ..cache.records import Plan
 from ..cache.store import Store
 from ..dispatch.checkpoint.files import listed
-from ..dispatch.offline import TYPICAL, Built, Candidate, Wanted, build_all, capability_of
+from ..dispatch.offline import TYPICAL, Candidate, Wanted, build_all, capability_of
 from ..errors import DatabaseError, InvalidInput, Nvfp4Error, message
-from ..kernels.build import BuildPool
+from ..kernels.build import BuildPool, Built
 from ..kernels.cuda import program_cache
 from ..kernels.cuda.compile import known_architecture
 from ..kernels.problem import Device, Problem

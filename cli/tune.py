@@ -113,9 +113,11 @@ def _summarise(shown: Display) -> None:
     if shown.finished:
         made = Grid("problem", "~kernels by M", ">untuned", ">bf16")
         for done in shown.finished:
+            intervals = done.plan.intervals() if done.plan else ()
+            kernels = kernels_by_m((one.kernel, one.m_lo, one.m_hi) for one in intervals)
             made.row(
                 problem_words(done.problem),
-                kernels_by_m(done.plan.intervals()) if done.plan else f"no winner: {no_winner(done)}",
+                kernels or f"no winner: {no_winner(done)}",
                 ratios(at.default_us / at.best_us for at in done.best if at.default_us),
                 ratios(at.bf16_us / at.best_us for at in done.best if at.bf16_us),
             )

@@ -18,11 +18,11 @@ from .words import (
     config_words,
     counts,
     device_words,
-    interval_words,
     kernels_by_m,
     microseconds,
     percent,
     problem_words,
+    range_words,
     ratio,
     ratios,
 )
@@ -92,9 +92,10 @@ def show_summary(console: Console, path: Path, found: tuple[Summary, ...]) -> No
         lines = [line for line in found if line.device == device]
         for line in lines:
             layout = f"{line.layout}: " if line.layout not in ("", "checkpoint") else ""
+            kernels = kernels_by_m((one.kernel, one.m_lo, one.m_hi) for one in line.intervals)
             made.row(
                 problem_words(line.problem),
-                layout + (kernels_by_m(line.intervals) or "no winner"),
+                layout + (kernels or "no winner"),
                 ratios(line.over_bf16.values()),
                 str(line.measurements),
                 counts(line.failures),
@@ -125,7 +126,7 @@ def show_report(console: Console, found: ProblemReport) -> None:
         made = Grid("M", "kernel", "~config", ">µs", "~runner-up", ">behind")
         for interval in plan.intervals():
             made.row(
-                interval_words(interval),
+                range_words(interval.m_lo, interval.m_hi),
                 interval.kernel,
                 config_words(interval.config),
                 microseconds(interval.expected_us),

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-import msgspec
-
-from ..cache.records import Interval
 from ..cache.words import candidate_words, config_words, microseconds
 from ..kernels.problem import Device, Problem
 
@@ -17,12 +14,12 @@ __all__ = [
     "counts",
     "device_words",
     "duration",
-    "interval_words",
     "kernels_by_m",
     "microseconds",
     "percent",
     "plural",
     "problem_words",
+    "range_words",
     "ratio",
     "ratios",
 ]
@@ -41,19 +38,19 @@ def problem_words(problem: Problem) -> str:
     return problem.label.replace(problem.dtype, SHORT_DTYPES.get(problem.dtype, problem.dtype))
 
 
-def interval_words(interval: Interval) -> str:
+def range_words(m_lo: int, m_hi: int | None) -> str:
     """ "1", "2-8", "129+"."""
-    if interval.m_hi is None:
-        return f"{interval.m_lo}+"
-    return str(interval.m_lo) if interval.m_hi == interval.m_lo else f"{interval.m_lo}-{interval.m_hi}"
+    if m_hi is None:
+        return f"{m_lo}+"
+    return str(m_lo) if m_hi == m_lo else f"{m_lo}-{m_hi}"
 
 
-def kernels_by_m(intervals: Sequence[Interval]) -> str:
-    """ "triton_gemv 1-16, two_pass 17+": neighbouring intervals of one kernel are one range here."""
+def kernels_by_m(ranges: Iterable[tuple[str, int, int | None]]) -> str:
+    """ "triton_gemv 1-16, two_pass 17+" from (kernel, m_lo, m_hi): neighbours of one kernel are one range here."""
     parts = []
-    for kernel, group in itertools.groupby(intervals, key=lambda interval: interval.kernel):
+    for kernel, group in itertools.groupby(ranges, key=lambda one: one[0]):
         run = tuple(group)
-        parts.append(f"{kernel} {interval_words(msgspec.structs.replace(run[0], m_hi=run[-1].m_hi))}")
+        parts.append(f"{kernel} {range_words(run[0][1], run[-1][2])}")
     return ", ".join(parts)
 
 

@@ -18,6 +18,7 @@ from ..kernels.weights.weight import is_aligned, validate
 __all__ = [
     "DTYPE_NAMES",
     "LOW",
+    "check_aligned",
     "check_blob",
     "check_device",
     "check_dtype",
@@ -314,7 +315,7 @@ def _check_checkpoint(
     if out_features is not None and out_features != n:
         raise InvalidInput(message("wrong out_features", got=out_features, expected=f"{n}, the rows of weight"))
     check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
-    _check_aligned(weight=weight, weight_scale=weight_scale)
+    check_aligned(weight=weight, weight_scale=weight_scale)
     return n
 
 
@@ -336,9 +337,7 @@ def _check_blob(
             )
         )
     check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
-    _check_aligned(weight=weight)
-    if weight_scale is not None:
-        _check_aligned(weight_scale=weight_scale)
+    check_aligned(weight=weight, weight_scale=weight_scale)
     return n
 
 
@@ -360,9 +359,10 @@ def _check_vector(
         raise InvalidInput(message(f"{name} is not contiguous", got=f"strides {tensor.stride()}", do="copy it once"))
 
 
-def _check_aligned(**tensors: Tensor) -> None:
+def check_aligned(**tensors: Tensor | None) -> None:
+    """Whether all begin where kernels can read 16 bytes at once."""
     for name, tensor in tensors.items():
-        if not is_aligned(tensor):
+        if tensor is not None and not is_aligned(tensor):
             raise InvalidInput(
                 message(
                     f"{name} is not 16-byte aligned",

@@ -76,8 +76,8 @@ def convert_experts_(
     *,
     fuse_linears: bool,
     device: torch.device | str | None,
-    layout: str | None = None,
-    keep: bool = False,
+    layout: str | None,
+    keep: bool,
 ) -> Converted:
     """Replace modules with experts as 3-D parameters, and blocks with experts as linear layers.
 
@@ -114,8 +114,10 @@ def _replace_stacked(
 ) -> None:
     module = model.get_submodule(name)
     wanted = filter_fn(module, name) if filter_fn else source is not None or _fits(found)
-    first = module._parameters.get("gate_up_proj", module._parameters.get("up_proj"))
-    assert first is not None
+    held = module._parameters
+    gate_up = "gate_up_proj" if "gate_up_proj" in held else "up_proj"
+    first, second = held[gate_up], held["down_proj"]
+    assert first is not None and second is not None
     if not wanted:
         if source is not None:
             raise InvalidInput(message(f"filter_fn refuses {name}", got=f"only NVFP4 experts in {source.path}"))
@@ -131,10 +133,6 @@ def _replace_stacked(
             tensor = tensor.transpose(1, 2) if found.transposed and tensor.ndim == 3 else tensor
             return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1) if found.interleaved else tensor
 
-        held = module._parameters
-        gate_up = "gate_up_proj" if "gate_up_proj" in held else "up_proj"
-        second = held["down_proj"]
-        assert second is not None
         w13 = rows(first.detach())
         assert w13 is not None
         bias = rows(held.get(f"{gate_up}_bias"))

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation as get_activation
-from ..kernels.weights.weight import ALIGNMENT, GLOBAL_SCALE_DTYPES, check_tensors
-from .checks import check_device, check_memory, check_x, have_memory
+from ..kernels.weights.weight import GLOBAL_SCALE_DTYPES, check_tensors
+from .checks import check_aligned, check_device, check_inner, check_memory, check_x, have_memory
 from .expert_layouts import check_blobs, check_layout, check_layouts, check_size, check_stack
 
 __all__ = ["check_grouped", "check_moe", "check_places", "check_tokens"]
@@ -43,15 +43,8 @@ def check_grouped(
         raise InvalidInput(message("wrong shape of x", got=tuple(x.shape), expected="[M, K]: offsets count its rows"))
     target = check_layout("weight", layout, x, gated=False)
     if layout == "checkpoint":
-        experts, n, own_k = check_stack("weight", weight, weight_scale)
-        if k != own_k:
-            raise InvalidInput(
-                message(
-                    "x and weight do not fit",
-                    got=f"x of shape {tuple(x.shape)} and weight of shape {tuple(weight.shape)}",
-                    expected=f"x of shape (M, {own_k}): a byte of weight holds two elements",
-                )
-            )
+        experts, n, _ = check_stack("weight", weight, weight_scale)
+        check_inner(x, weight)
         if out_features is not None and out_features != n:
             raise InvalidInput(message("wrong out_features", got=out_features, expected=f"{n}, the rows of weight"))
     else:
@@ -184,15 +177,7 @@ def check_places(x: Tensor, large: Mapping[str, Tensor | None], small: Mapping[s
     """Whether all tensors have memory, and the large ones begin where kernels can read 16 bytes at once."""
     if not have_memory(x, *large.values(), *small.values()):
         check_memory(x=x, **large, **small)
-    for name, tensor in large.items():
-        if tensor is not None and tensor.data_ptr() % ALIGNMENT:
-            raise InvalidInput(
-                message(
-                    f"{name} is not 16-byte aligned",
-                    got=f"a view that begins {tensor.data_ptr() % 16} bytes after a boundary",
-                    do="clone it once at load (nvfp4.pack does)",
-                )
-            )
+    check_aligned(**large)
 
 
 def _check_factors(name: str, factors: Tensor, experts: int, *, halves: bool) -> None:

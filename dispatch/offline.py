@@ -20,7 +20,7 @@ from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
 from .segments import Decision, decide
 
-__all__ = ["TYPICAL", "Built", "Candidate", "Wanted", "build_all", "capability_of", "reachable"]
+__all__ = ["TYPICAL", "Candidate", "Wanted", "build_all", "capability_of", "reachable"]
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from msgspec.structs import replace as changed
-from nvfp4.cache.records import Environment, Interval
+from nvfp4.cache.records import Environment
 from nvfp4.cli.progress import JsonLines, Lines, Screen, display
 from nvfp4.cli.words import (
     candidate_words,
@@ -13,11 +13,11 @@ from nvfp4.cli.words import (
     counts,
     device_words,
     duration,
-    interval_words,
     kernels_by_m,
     microseconds,
     percent,
     plural,
+    range_words,
     ratio,
     ratios,
 )
@@ -156,10 +156,6 @@ def test_each_console_gets_the_display_that_suits_it():
     assert isinstance(display(console(force_terminal=True), as_json=True), JsonLines)
 
 
-def interval(lo, hi, kernel="a"):
-    return Interval(m_lo=lo, m_hi=hi, kernel=kernel, config="{}", expected_us=1.0)
-
-
 @pytest.mark.parametrize(
     ("got", "expected"),
     [
@@ -184,12 +180,12 @@ def interval(lo, hi, kernel="a"):
         (duration(59.6), "1 min 00 s"),
         (duration(185), "3 min 05 s"),
         (duration(7800), "2 h 10 min"),
-        (interval_words(interval(1, 1)), "1"),
-        (interval_words(interval(2, 8)), "2-8"),
-        (interval_words(interval(9, None)), "9+"),
+        (range_words(1, 1), "1"),
+        (range_words(2, 8), "2-8"),
+        (range_words(9, None), "9+"),
         (kernels_by_m(()), ""),
         (
-            kernels_by_m((interval(1, 8), interval(9, 16), interval(17, 17, "b"), interval(18, None))),
+            kernels_by_m([("a", 1, 8), ("a", 9, 16), ("b", 17, 17), ("a", 18, None)]),
             "a 1-16, b 17, a 18+",
         ),
         (config_words('{"a":1,"b":"x"}'), "a=1 b=x"),

@@ -2,8 +2,9 @@
 
 import pytest
 from nvfp4.cache.records import Environment, Interval, LayoutPlan, Plan
-from nvfp4.dispatch.offline import TYPICAL, Built, Wanted, build_all, capability_of
+from nvfp4.dispatch.offline import TYPICAL, Wanted, build_all, capability_of
 from nvfp4.errors import InvalidInput
+from nvfp4.kernels.build import Built
 from nvfp4.kernels.problem import Device, Problem
 
 H200 = TYPICAL[9, 0][0]
