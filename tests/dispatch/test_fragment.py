@@ -5,7 +5,7 @@ import dataclasses
 import nvfp4
 import pytest
 import torch
-from nvfp4.dispatch import pack as pack_module
+from nvfp4.dispatch import layout as layout_module
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.problem import Problem
 
@@ -45,7 +45,7 @@ def test_fragment_picks_the_layout_of_the_dtype(kernels, case, dtype):
 def test_fragment_picks_the_layout_of_the_device(kernels, case, monkeypatch):
     c = case()
     blackwell = dataclasses.replace(describe("cpu"), capability=(12, 0))
-    monkeypatch.setattr(pack_module, "describe", lambda device: blackwell)
+    monkeypatch.setattr(layout_module, "describe", lambda device: blackwell)
     for dtype in IDS:
         w = nvfp4.pack(c.weight, c.scale, c.gs, layout="fragment", dtype=dtype)
         x = c.x.to(dtype)
