@@ -87,7 +87,8 @@ def load_linear(
         One rank's part; for several names one for all, or one each (key and value heads may be fewer than ranks).
     parts
         Rows of each part of a layer that is stored fused, such as (q, k, v): needed to shard its rows, each part by
-        itself, and where it has a global scale per part. gate_up_proj is two halves by itself.
+        itself, and where it has a global scale per part. gate_up_proj is two halves by itself. Other layers may have
+        parts too ("query_key_value"); of several layers each has these.
     device
         Where the result is.
     swap_nibbles
@@ -145,15 +146,16 @@ def _pieces(info: LinearInfo, shard: Shard | None, parts: Sequence[int] | None) 
 def _part_sizes(info: LinearInfo, shard: Shard | None, parts: Sequence[int] | None) -> Sequence[int]:
     """Rows of each part that a layer is stored as; all rows for one that is not fused, or need not be divided."""
     names = fused_parts(info.name)
-    if not names:
-        return (info.n,)
     scales = math.prod(info.global_scale.shape)
     scaled_apart = scales not in (1, info.n)
     if parts is not None:
-        if sum(parts) != info.n or min(parts) < 1 or (scaled_apart and len(parts) != scales):
+        whole = isinstance(parts, Sequence) and all(type(part) is int and part >= 1 for part in parts)
+        if not whole or sum(parts) != info.n or (scaled_apart and len(parts) != scales):
             expected = f"{info.n} rows" + (f" in {scales} parts, one per global scale" if scaled_apart else "")
-            raise InvalidInput(message(f"layer {info.name}: wrong parts", got=tuple(parts), expected=expected))
+            raise InvalidInput(message(f"layer {info.name}: wrong parts", got=parts, expected=expected))
         return parts
+    if not names:
+        return (info.n,)
     if info.name.endswith("gate_up_proj") and info.n % 2 == 0:
         return (info.n // 2, info.n // 2)
     if (shard is not None and shard.how == "column" and shard.size > 1) or scaled_apart:

@@ -113,8 +113,22 @@ def test_rows_of_a_layer_that_is_stored_fused_must_be_told_apart(write):
         load_linear(checkpoint, name, shard=Shard(rank=0, size=2, how="column"))
     with pytest.raises(InvalidInput, match=r"wrong parts; got \(64, 32\); expected 128 rows$"):
         load_linear(checkpoint, name, parts=(64, 32))
+    for parts in ((64.0, 32, 32), ("64", "32", "32"), 128):
+        with pytest.raises(InvalidInput, match=r"wrong parts; got .*; expected 128 rows$"):
+            load_linear(checkpoint, name, parts=parts)
     for alone in (Shard(rank=0, size=1, how="column"), Shard(rank=1, size=2, how="row")):
         assert load_linear(checkpoint, name, shard=alone).weight.shape[0] == 128
+
+
+def test_parts_of_a_layer_whose_name_tells_none(write):
+    name = f"{ATTN}.query_key_value"
+    checkpoint = open_checkpoint(write(modelopt(name, 128, 32)))
+    whole = load_linear(checkpoint, name)
+    got = load_linear(checkpoint, name, parts=(64, 32, 32), shard=Shard(rank=1, size=2, how="column"))
+    rows = [*range(32, 64), *range(80, 96), *range(112, 128)]
+    assert torch.equal(got.weight, whole.weight[rows]) and torch.equal(value(got), value(whole)[rows])
+    with pytest.raises(InvalidInput, match=r"query_key_value: wrong parts; got \(64, 32\); expected 128 rows$"):
+        load_linear(checkpoint, name, parts=(64, 32))
 
 
 def test_layers_that_are_fused_must_share_what_is_applied_to_x(write):
