@@ -85,8 +85,8 @@ class FusedMoE(ExpertStacks):
             Of the whole layer; None takes those that are there to be all of it, up to the last.
         options
             Those of the constructor: activation and its constants, names, dtype, layout, keep_checkpoint, top_k,
-            apply_router_weight_on_input. The
-            state dict is called as ModelOpt's, for factors are what `load_experts` gives.
+            apply_router_weight_on_input. The state dict is called as ModelOpt's, for factors are what `load_experts`
+            gives.
 
         Raises
         ------
@@ -140,7 +140,7 @@ class FusedMoE(ExpertStacks):
         name, experts, shard, gate_up, device
             As for `load_experts`.
         options
-            Those of `from_experts`.
+            Those of `from_experts`; of experts that keep their names, not `names`.
 
         Raises
         ------

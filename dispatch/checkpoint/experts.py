@@ -118,7 +118,7 @@ def load_experts(
 
 
 def _inner(shard: Shard, source: Source) -> slice:
-    if shard.how != "row":
+    if not isinstance(shard, Shard) or shard.how != "row":
         raise InvalidInput(message("wrong Shard of experts", got=shard, expected='how="row": it divides w2\'s columns'))
     return shard.range(1, source.inter, f"the inner size of {source.name}")[1]
 

@@ -110,7 +110,9 @@ def load_linear(
         raise InvalidInput(message("no layer is named", expected="at least one"))
     infos = [checkpoint.linear(name) for name in wanted]
     what = " + ".join(info.name for info in infos)
-    shards = [shard] * len(infos) if shard is None or isinstance(shard, Shard) else list(shard)
+    shards = list(shard) if isinstance(shard, Sequence) else [shard] * len(infos)
+    if not all(one is None or isinstance(one, Shard) for one in shards):
+        raise InvalidInput(message(f"{what}: wrong shard", got=repr(shard), expected="a Shard, or one for each layer"))
     if len(shards) != len(infos):
         raise InvalidInput(message(f"{what}: wrong number of shards", got=len(shards), expected=len(infos)))
     if len({info.k for info in infos}) > 1:

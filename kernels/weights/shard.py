@@ -34,10 +34,10 @@ class Shard:
     uneven: bool = False
 
     def __post_init__(self) -> None:
-        if self.size < 1 or not 0 <= self.rank < self.size or self.unit < 1 or self.how not in ("column", "row"):
-            raise InvalidInput(
-                message("wrong Shard", got=self, expected='0 <= rank < size, unit of at least 1, "column" or "row"')
-            )
+        whole = all(type(number) is int for number in (self.rank, self.size, self.unit))
+        if not whole or not 0 <= self.rank < self.size or self.unit < 1 or self.how not in ("column", "row"):
+            expected = 'whole numbers, 0 <= rank < size, unit of at least 1, "column" or "row"'
+            raise InvalidInput(message("wrong Shard", got=self, expected=expected))
 
     def range(self, n: int, k: int, what: str) -> tuple[slice, slice]:
         """(rows, columns) of an [n, k] weight; raises InvalidInput, which names `what`, when it cannot be divided."""

@@ -76,8 +76,9 @@ def test_the_inner_size_is_divided_with_gate_and_up_apart(write):
     checkpoint = open_checkpoint(write(tensors))
     with pytest.raises(InvalidInput, match=r"inner size of model\.layers\.0\.mlp\.experts cannot be divided over 2"):
         load_experts(checkpoint, MLP, shard=Shard(rank=0, size=2, how="row"))
-    with pytest.raises(InvalidInput, match=r'wrong Shard of experts; got .*how="row"'):
-        load_experts(checkpoint, MLP, shard=Shard(rank=0, size=2, how="column"))
+    for wrong in (Shard(rank=0, size=2, how="column"), "row"):
+        with pytest.raises(InvalidInput, match=r'wrong Shard of experts; got .*how="row"'):
+            load_experts(checkpoint, MLP, shard=wrong)
     parts = [load_experts(checkpoint, MLP, shard=Shard(rank=r, size=2, how="row", uneven=True)) for r in range(2)]
     assert [part.w2.shape[2] * 2 for part in parts] == [48, 32]
     both = expected(tensors, ("gate_proj", "up_proj"))

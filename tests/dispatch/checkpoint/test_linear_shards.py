@@ -56,6 +56,9 @@ def test_shards_of_a_fused_layer_have_the_same_columns(write):
             load_linear(checkpoint, names, shard=[second, other])
     with pytest.raises(InvalidInput, match=r"wrong number of shards; got 1; expected 2"):
         load_linear(checkpoint, names, shard=[second])
+    for wrong in ("column", 1, [second, "column"]):
+        with pytest.raises(InvalidInput, match=r"wrong shard; got .*; expected a Shard, or one for each layer"):
+            load_linear(checkpoint, names, shard=wrong)
     with pytest.raises(InvalidInput, match=r"no layer is named"):
         load_linear(checkpoint, [])
 

@@ -95,7 +95,13 @@ def test_experts_are_consecutive():
         expert_range(3, 0, 4)
 
 
-@pytest.mark.parametrize("wrong", [{"rank": 2}, {"rank": -1}, {"size": 0}, {"how": "both"}, {"unit": 0}])
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"rank": 2}, {"rank": -1}, {"size": 0}, {"how": "both"}, {"unit": 0}),
+        *({"rank": "0"}, {"rank": 0.0}, {"rank": None}, {"size": 2.0}, {"unit": 1.5}, {"unit": None}),
+    ],
+)
 def test_what_is_no_shard_is_refused(wrong):
     with pytest.raises(InvalidInput, match="wrong Shard"):
         Shard(**{"rank": 0, "size": 2, "how": "row"} | wrong)
