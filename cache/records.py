@@ -66,9 +66,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
     m: int
     status: str  # one of STATUSES
     protocol: str = "screen"  # one of PROTOCOLS
-    routing: str = (
-        ""  # one of ROUTINGS, or RECORDED and a hash, for a time of an op with experts; "" for gemm and for failures
-    )
+    routing: str = ""  # of a time of an op with experts: one of ROUTINGS, or RECORDED and a hash; else ""
     p20_us: float | None = None
     p50_us: float | None = None
     p80_us: float | None = None

@@ -128,7 +128,7 @@ class Block:
             self.order.meet(np.concatenate([warp.clock[warp.live] for warp in left]))
             for warp in left:
                 warp.pass_barrier()
-        ready = [warp for warp in left if not warp.waits and (warp.waits_for is None or _passed(*warp.waits_for))]
+        ready = [w for w in left if not w.waits and (w.waits_for is None or Barrier.passed(*w.waits_for))]
         if self.under_way and (not ready or self.rng.random() < self._eager):
             warps = [warp for warp, _ in self.under_way]
             first = [i for i, warp in enumerate(warps) if warp < 0 or warp not in warps[:i]]
@@ -144,10 +144,6 @@ class Block:
 def _decoded(text: str, entry: str) -> tuple[Program, tuple[Step, ...]]:
     program = parse(text, entry)
     return program, decode(program)
-
-
-def _passed(barrier: Barrier, parity: int) -> bool:
-    return barrier.passed(parity)
 
 
 @np.errstate(all="ignore")  # as GPUs do: infinities, NaNs

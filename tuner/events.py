@@ -37,7 +37,7 @@ class TuningStarted(msgspec.Struct, frozen=True, kw_only=True, tag="tuning_start
 class CeilingsMeasured(msgspec.Struct, frozen=True, kw_only=True, tag="ceilings_measured"):
     """What this device reaches on a plain copy and a plain bf16 matrix product: for rooflines."""
 
-    copy_gbps: float
+    copy_gbps: float  # bytes read plus bytes written, 1e9 a second
     bf16_tflops: float
 
 

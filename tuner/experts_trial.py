@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from .output import Output
 from .recorded import recorded_ids
 from .routing import relabel, relabelings, routed_ids
 from .timing import Launch
-from .trial import Trial, bound, gate_ms
+from .trial import Trial, gate_ms
 
 __all__ = ["ExpertsTrial"]
 
@@ -118,10 +119,10 @@ class ExpertsTrial(Trial):
         wanted = math.ceil(COLD * self.device.l2_bytes / touched_bytes)
         count = max(2, min(wanted, MAX_COPIES[self.device.kind]))
         out, copies = self._output.out(m, poison=False), self.weights.copies(layout)
-        found = []
+        found: list[Launch] = []
         for i in range(count):
             call = self._call(launcher, m, relabel(ids, self.relabelings[i]), copies[i % len(copies)])
-            found.append(bound(call, out))
+            found.append(partial(call, out))
         return found
 
     def baseline(self, m: int) -> tuple[list[Launch], float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -85,19 +85,7 @@ class ExpertWeights:
             if first.scale is not None:
                 scale = _copies(first.scale, count)  # type: ignore[assignment]
                 buffers += [first.scale, *_bases(scale)]  # type: ignore[arg-type]
-            copies.append(
-                [
-                    Weight(
-                        data=data[j],
-                        scale=scale[j],
-                        global_scale=first.global_scale,
-                        layout=one,
-                        out_features=first.out_features,
-                        in_features=first.in_features,
-                    )
-                    for j in range(count)
-                ]
-            )
+            copies.append([replace(first, data=d, scale=s) for d, s in zip(data, scale, strict=True)])
         return _Set(copies=list(zip(*copies, strict=True)), buffers=buffers)
 
     def _random(self, place: torch.device) -> tuple[Tensor, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from ..testing.close import assert_gemm_close, relative_error
 from .inputs import POOL_ROWS, Inputs
 from .outcome import Step, Wrong
 from .timing import Launch
-from .trial import Trial, bound, gate_ms
+from .trial import Trial, gate_ms
 from .variants import Variant
 
 __all__ = ["GemmTrial"]
@@ -66,7 +67,7 @@ class GemmTrial(Trial):
         """torch.matmul on dequantised weights."""
         inputs = self.inputs
         out, x = inputs.out(m), inputs.x[:m]
-        launches = [bound(_matmul, x, dense, out) for dense in inputs.dense_copies()]
+        launches: list[Launch] = [partial(_matmul, x, dense, out) for dense in inputs.dense_copies()]
         launches[0]()
         at, known = inputs.plain.rows(0, m)
         return launches, relative_error(out[at], inputs.plain.exact[known])
@@ -103,7 +104,7 @@ class GemmTrial(Trial):
 
 def _bind(launcher: Launcher, weight: Weight, x: Tensor, out: Tensor, variant: Variant | None = None) -> Launch:
     bias, pre_quant_scale = (None, None) if variant is None else (variant.bias, variant.pre_quant_scale)
-    return bound(launcher, x, weight.data, weight.scale, weight.global_scale, bias, pre_quant_scale, out)
+    return partial(launcher, x, weight.data, weight.scale, weight.global_scale, bias, pre_quant_scale, out)
 
 
 def _matmul(x: Tensor, dense: Tensor, out: Tensor) -> None:

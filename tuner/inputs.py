@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -150,17 +151,7 @@ class Inputs(Output):
             count = copies_needed(self.device, first.nbytes)
             data = rotating(first.data, count)
             scale = [None] * count if first.scale is None else rotating(first.scale, count)
-            copies = [
-                Weight(
-                    data=data[i],
-                    scale=scale[i],
-                    global_scale=first.global_scale,
-                    layout=layout_id,
-                    out_features=self.problem.n,
-                    in_features=self.problem.k,
-                )
-                for i in range(count)
-            ]
+            copies = [replace(first, data=d, scale=s) for d, s in zip(data, scale, strict=True)]
             self._sets[layout_id] = made = _Set(copies, extreme, per_row)
             made.checksum = self._checksum(made)
         return self._sets[layout_id]

@@ -16,9 +16,10 @@ from ..kernels import registry
 from ..kernels.device import describe
 from ..kernels.kernel import Kernel, Launcher
 from ..kernels.problem import Device, Problem
+from .events import CeilingsMeasured
 from .experts_trial import ExpertsTrial
 from .gemm_trial import GemmTrial
-from .messages import Ceiling, Done, Entrant, Pace, Race, Recorded, Screen, Started
+from .messages import Done, Entrant, Pace, Race, Recorded, Screen, Started
 from .outcome import Say, Step, Wrong, classify, describe_error
 from .statistics import HOPELESS, Timing, hopeless, percentile, spread, summarise
 from .timing import CaptureError, Launch, Replay, Round, make_timer
@@ -171,7 +172,7 @@ class Measurer:
         for i, entry in enumerate(entries):
             entry.step.ok(summarise([turn.times_us[i] for turn in rounds], clocks), entry.error, routing)
 
-    def ceilings(self) -> Ceiling:
+    def ceilings(self) -> CeilingsMeasured:
         """Copy bandwidth and bf16 matrix rate, measured for as long as a screen of everything else takes."""
         cuda = self.place.type == "cuda"
         copied = min(1 << 30, self.device.memory_bytes // 16) if cuda else 1 << 26
@@ -186,7 +187,7 @@ class Measurer:
 
         copy_us = percentile([self.timer.once(copy) for _ in range(6)][1:], 0.5)
         matmul_us = self._plain_us(lambda: torch.mm(a, b.t(), out=c))
-        return Ceiling(copy_gbps=2 * source.nbytes / copy_us / 1e3, bf16_tflops=2 * size**3 / matmul_us / 1e6)
+        return CeilingsMeasured(copy_gbps=2 * source.nbytes / copy_us / 1e3, bf16_tflops=2 * size**3 / matmul_us / 1e6)
 
     def close(self) -> None:
         """Give back all memory of the problem at hand."""

@@ -10,7 +10,6 @@ from ..kernels.problem import Device, Problem
 
 __all__ = [
     "BASELINE_CONFIG",
-    "Ceiling",
     "Ceilings",
     "Done",
     "Entrant",
@@ -95,20 +94,12 @@ class Race:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """Ask the worker for its Device and Environment; it answers through the future."""
+    """Ask the worker for its Device; it answers through the future."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """Ask for the device's copy bandwidth and bf16 matrix rate."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ceiling:
-    """What no kernel can beat by much: for rooflines."""
-
-    copy_gbps: float  # bytes read plus bytes written, 1e9 a second
-    bf16_tflops: float
+    """Ask for `events.CeilingsMeasured`."""
 
 
 class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
@@ -122,7 +113,7 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True, tag="row"):
-    """One finished step of evidence; the parent makes a Measurement of it."""
+    """One finished step of evidence; the parent makes a Measurement of it, which has all these fields too."""
 
     kernel: str
     config: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 
@@ -58,13 +59,9 @@ class Step:
                 m=self._m,
                 status="ok",
                 protocol=self._protocol,
-                p20_us=timing.p20_us,
-                p50_us=timing.p50_us,
-                p80_us=timing.p80_us,
-                samples=timing.samples,
                 relative_error=error,
-                clock_mhz=timing.clock_mhz,
                 routing=routing,
+                **asdict(timing),
             )
         )
 

@@ -16,7 +16,7 @@ from ..kernels.build import BuildPool
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Problem
 from .candidates import Known, candidates_of, neighbours
-from .events import CeilingsMeasured, Event, Note, ProblemFinished, ProblemStarted, TuningFinished, TuningStarted
+from .events import Event, Note, ProblemFinished, ProblemStarted, TuningFinished, TuningStarted
 from .finals import decide, refine, run_baseline, run_finals
 from .messages import Pace
 from .recorded import read_routing
@@ -36,9 +36,8 @@ class Result:
     plans: dict[Problem, Plan | None] = field(default_factory=dict)  # of the problems that were finished
     measured: int = 0  # rows saved
     failures: dict[str, int] = field(default_factory=dict)  # candidates by status, over all problems
-    unexplored: dict[Problem, int] = field(
-        default_factory=dict
-    )  # candidates that the budget left, or that a large space has beyond 400
+    # Candidates that the budget left, or that a large space has beyond 400.
+    unexplored: dict[Problem, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     interrupted: bool = False
 
@@ -177,8 +176,7 @@ def tune(
                 text = f"{run.problem.label} was tuned with {names}: give the file again (--routing), or what is new"
                 _note(session, result, f"{text} is not compared with what was measured then")
         if any(_open(run) for run in runs):
-            ceiling = worker.ceilings()
-            events(CeilingsMeasured(copy_gbps=ceiling.copy_gbps, bf16_tflops=ceiling.bf16_tflops))
+            events(worker.ceilings())
         deadline = None if budget_s is None else begun + budget_s
         _all_problems(session, runs, result, deadline, Options(quick, allow_nondeterministic))
     except KeyboardInterrupt as stop:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from ..cache.evidence import implementations
 from ..cache.records import BASELINE, Environment, Measurement
 from ..cache.store import Store
@@ -214,19 +216,7 @@ class ProblemRun:
             device=session.device,
             environment=session.environment,
             problem=self.problem,
-            kernel=row.kernel,
-            config=row.config,
             layout=candidate.layout if candidate else DENSE,
             implementation=session.implementations[row.kernel],
-            m=row.m,
-            status=row.status,
-            protocol=row.protocol,
-            routing=row.routing,
-            p20_us=row.p20_us,
-            p50_us=row.p50_us,
-            p80_us=row.p80_us,
-            samples=row.samples,
-            relative_error=row.relative_error,
-            clock_mhz=row.clock_mhz,
-            detail=row.detail,
+            **msgspec.structs.asdict(row),
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -14,7 +13,7 @@ from .outcome import Step, Wrong
 from .output import Output
 from .timing import Launch
 
-__all__ = ["Trial", "bound", "gate_ms"]
+__all__ = ["Trial", "gate_ms"]
 
 SMALL_ROWS = 160  # up to this M every element is compared
 
@@ -85,8 +84,3 @@ class Trial(ABC):
             first = [int(i) for i in nan.nonzero()[0]]
             raise Wrong("nan", f"m={m}: {int(nan.sum())} NaN or elements never written, the first at {first}")
         return out
-
-
-def bound(call: Callable[..., None], *arguments: object) -> Launch:
-    """A call with its arguments."""
-    return functools.partial(call, *arguments)

@@ -18,7 +18,8 @@ import msgspec
 from ..errors import Nvfp4Error, message
 from ..kernels.build import child_setup, describe_exit
 from ..kernels.problem import Device
-from .messages import Ceiling, Ceilings, Done, Hello, Line, Race, Row, Screen, Started
+from .events import CeilingsMeasured
+from .messages import Ceilings, Done, Hello, Line, Race, Row, Screen, Started
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
@@ -84,10 +85,10 @@ class Worker:
         assert isinstance(answer, Device)
         return answer
 
-    def ceilings(self) -> Ceiling:
+    def ceilings(self) -> CeilingsMeasured:
         """What no kernel can beat by much on this device."""
         answer = self._answer(Ceilings())
-        assert isinstance(answer, Ceiling)
+        assert isinstance(answer, CeilingsMeasured)
         return answer
 
     def run(self, request: Screen | Race) -> Iterator[Row | Done]:
@@ -235,7 +236,7 @@ def _begin(parent_pid: int, place: str, writer: Connection) -> None:
     _writer, _place = writer, place
 
 
-def _serve(number: int, request: Request) -> Device | Ceiling | None:
+def _serve(number: int, request: Request) -> Device | CeilingsMeasured | None:
     """In the worker: do one request."""
     global _measurer
     _say(number, Started(pid=os.getpid(), step="start"))
@@ -244,7 +245,7 @@ def _serve(number: int, request: Request) -> Device | Ceiling | None:
     if _measurer is None:
         _measurer = Measurer(_place)
         gc.freeze()  # what is there stays: collecting after a failed candidate need not walk it
-    answer: Device | Ceiling | None = None
+    answer: Device | CeilingsMeasured | None = None
     done = Done()
     if isinstance(request, Hello):
         answer = _measurer.device

@@ -15,7 +15,7 @@ from nvfp4.kernels.kernel import Config, Kernel, Space
 from nvfp4.kernels.problem import YES, Problem, Verdict
 from nvfp4.testing.fakes import fake_device
 from nvfp4.tuner import events as ev
-from nvfp4.tuner.messages import Ceiling, Done, Entrant, Row, Screen, Started
+from nvfp4.tuner.messages import Done, Entrant, Row, Screen, Started
 from nvfp4.tuner.run import Interrupted, tune
 from nvfp4.tuner.statistics import hopeless, spread
 from nvfp4.tuner.worker import Died
@@ -78,7 +78,7 @@ class ModelWorker:
         return fake_device()
 
     def ceilings(self):
-        return Ceiling(copy_gbps=1.0, bf16_tflops=1.0)
+        return ev.CeilingsMeasured(copy_gbps=1.0, bf16_tflops=1.0)
 
     def close(self):
         self.closed = True
