@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,8 +13,10 @@ import rich_click as click
 from ..errors import InvalidInput, message
 from ..kernels.problem import DTYPES, Problem
 from ..tuner.experts_workload import parse_grouped, parse_moe
+from ..tuner.hf_config import read_config
 from ..tuner.workload import parse_shape, problems_of_config, problems_of_model
-from .checkpoint import problems_of_checkpoint
+from .checkpoint import open_for_tuning, problems_of_checkpoint
+from .checkpoint_experts import has_experts
 
 __all__ = [
     "best_device",
@@ -203,7 +206,7 @@ def problems_of(
         found += problems_of_config(path, tp=tp, ep=ep, dtype=dtype)
     for path in checkpoints:
         found += problems_of_checkpoint(path, tp=tp, ep=ep, dtype=dtype, fused=fused)
-    if ep > 1 and not any(problem.op == "moe" for problem in found):
+    if ep > 1 and not (any(problem.op == "moe" for problem in found) or _with_experts(configs, checkpoints)):
         raise InvalidInput(
             message("--ep divides the routed experts of --model, --config and --checkpoint", got="none of these",
                     do="leave it out; --moe and --grouped name the part of one rank")
@@ -211,3 +214,12 @@ def problems_of(
     for texts, parse in ((shapes, parse_shape), (moes, parse_moe), (grouped, parse_grouped)):
         found += [parse(text, dtype=dtype or DTYPES[0]) for text in texts]
     return list(dict.fromkeys(found))
+
+
+def _with_experts(configs: Sequence[Path], checkpoints: Sequence[Path]) -> bool:
+    """Whether one of these has routed experts, if only such as were left out, of which warnings told."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return any(read_config(path).expert_layers for path in configs) or any(
+            has_experts(open_for_tuning(path)) for path in checkpoints
+        )

@@ -183,6 +183,15 @@ def test_without_top_k_or_activation_dense_layers_are_left(write, run, field, wo
     assert done.code == 2 and words in done.err  # nothing else is there
 
 
+def test_ranks_of_experts_that_are_left_out_leave_dense_layers(write, run, tmp_path):
+    config = CONFIG | {"hidden_act": None, "vocab_size": 112, "num_attention_heads": 4, "num_key_value_heads": 4}
+    path = write(DENSE | layer(0), config=config)
+    for options, count in (("--checkpoint", path), 1), (("--config", path), 3):
+        done = run("warmup", *options, "--ep", "2", "--device", "cpu", "--json", "--db", tmp_path / "t.db")
+        assert done.code == 0 and "left out: " in done.err and "--moe experts=2,top_k=2" in done.err
+        assert len(json.loads(done.out)) == count
+
+
 @pytest.mark.parametrize(
     ("changes", "tp", "words"),
     [
