@@ -226,17 +226,18 @@ def problems_of_config(path: str | Path, *, tp: int = 1, ep: int = 1, dtype: str
     Raises
     ------
     InvalidInput
-        The file cannot be read or lacks a field, a dense layer cannot be split `tp` ways, or there are fewer experts
-        than `ep`.
+        The file cannot be read or lacks a field, a dense layer cannot be split `tp` ways, there are fewer experts than
+        `ep`, or all is left out.
     """
     from .hf_config import read_config
 
     config = read_config(Path(path))
     dtype = dtype or config.dtype
     found = problems_of_linears(config.linears, tp=tp, dtype=dtype)
+    missing = []
     if config.left_out:
         words = "linears outside MLPs, experts and the head are left out; name them: --shape N,K"
-        warnings.warn(f"{path} describes {config.left_out}: {words}", UserWarning, stacklevel=2)
+        missing.append(f"{path} describes {config.left_out}: {words}")
     left_out: dict[str, list[int]] = {}
     for layer in config.expert_layers:
         experts = problems_of_experts(config.moe, layer, gated=None, tp=tp, ep=ep, dtype=dtype)
@@ -247,7 +248,11 @@ def problems_of_config(path: str | Path, *, tp: int = 1, ep: int = 1, dtype: str
     for reason, layers in left_out.items():
         count = len(config.expert_layers)
         where = "" if len(layers) == count else f" in {len(layers)} of {count} layers"
-        warnings.warn(f"{path}: its experts{where} are left out: {reason}", UserWarning, stacklevel=2)
+        missing.append(f"{path}: its experts{where} are left out: {reason}")
+    if not found:
+        raise InvalidInput("; ".join(missing))
+    for words in missing:
+        warnings.warn(words, UserWarning, stacklevel=2)
     return list(dict.fromkeys(found))
 
 

@@ -271,6 +271,12 @@ def test_experts_that_are_not_told_are_left_out_with_what_is_known(derive, field
     assert warning.endswith(f"; or name it: --moe {known} --dtype float16")
 
 
+def test_a_config_of_which_all_is_left_out_is_refused(derive):
+    hidden = {"kv_lora_rank": 64, "tie_word_embeddings": True, "hidden_act": None}
+    with pytest.raises(InvalidInput, match=r"describes multi-head .*--shape N,K; .*its experts are left out: .*--moe"):
+        derive(SMALL | hidden)
+
+
 def test_some_layers_are_left_out(derive):
     with pytest.warns(UserWarning, match="its experts in 1 of 4 layers are left out: .*for layer 3"):
         assert of_experts(derive(SMALL | {"num_experts_per_tok": [2, 2, 4]}))
