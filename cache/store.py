@@ -220,7 +220,7 @@ class Store:
                 raise
 
 
-def open_or_set_aside(path: Path | None = None, *, wait_s: float = 0.0) -> tuple[Store, Path | None]:
+def open_or_set_aside(path: Path | None = None) -> tuple[Store, Path | None]:
     """Open for writing; a damaged file is renamed and a fresh database started.
 
     Only damage is moved: a newer, foreign or read-only database raises, and so do a folder that is not empty and an
@@ -237,7 +237,7 @@ def open_or_set_aside(path: Path | None = None, *, wait_s: float = 0.0) -> tuple
         As for `Store.open`.
     """
     path = _real_path(path)
-    lock = _lock(path, wait_s)
+    lock = _lock(path, 0.0)
     try:
         try:
             return Store._open_locked(path, lock), None

@@ -15,7 +15,7 @@ from ..kernels.weights.weight import Weight, check_tensors
 from . import experts
 from .checks import refuse_grad, refuse_tracked
 from .expert_checks import check_grouped, check_moe
-from .ops import LIBRARY, autocast_rule
+from .ops import LIBRARY, register
 
 __all__ = ["grouped_gemm", "moe"]
 
@@ -59,23 +59,8 @@ def _refuse_grad(x: Tensor) -> None:
         refuse_grad()
 
 
-def _register() -> None:
-    library: Any = torch.library  # untyped
-    for name, implementation, fake in (
-        ("grouped_gemm", experts.grouped_gemm, _grouped_fake),
-        ("moe", experts.moe, _moe_fake),
-    ):
-        for key in ("CPU", "CUDA"):
-            LIBRARY.impl(name, implementation, key)
-        LIBRARY.impl(name, library.fallthrough_kernel, "Autograd")  # no gradients; x that needs one is refused
-        library.register_fake(f"nvfp4::{name}", fake, lib=LIBRARY)
-        op = getattr(torch.ops.nvfp4, name).default
-        for device_type in ("cpu", "cuda"):
-            key = f"Autocast{device_type.upper()}"
-            LIBRARY.impl(name, autocast_rule(op, device_type, getattr(torch._C.DispatchKey, key)), key)
-
-
-_register()
+register("grouped_gemm", experts.grouped_gemm, _grouped_fake)
+register("moe", experts.moe, _moe_fake)
 
 
 def grouped_gemm(

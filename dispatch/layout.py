@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -36,27 +37,28 @@ def planned_layout(device: torch.device, problem: Problem) -> str:
 
     Remembered until the database changes, or `table.clear` is called: asking it takes half a millisecond.
     """
-    if device.type not in ("cpu", "cuda"):
-        return "checkpoint"
-    here = describe(device)
-    stamp, key = table.database_stamp(), (here, problem, "")
-    found = _planned.get(key)
-    if found is None or found[0] != stamp:
-        found = _planned[key] = stamp, choose_layout(here, problem, lookup.find_plan(here, problem))
-    return found[1]
+    return _remembered(device, problem, "", lambda here: choose_layout(here, problem, lookup.find_plan(here, problem)))
 
 
 def planned_experts_layout(device: torch.device, problem: Problem) -> str:
     """`planned_layout` of a moe whose top_k is not known: by the first plan for any, else as untuned with 8."""
+
+    def choose(here: Device) -> str:
+        plans = ((one, lookup.find_plan(here, one)) for one in (replace(problem, top_k=top_k) for top_k in TOP_KS))
+        one, plan = next(((one, plan) for one, plan in plans if plan), (replace(problem, top_k=8), None))
+        return choose_layout(here, one, plan)
+
+    return _remembered(device, problem, "any top_k", choose)
+
+
+def _remembered(device: torch.device, problem: Problem, what: str, choose: Callable[[Device], str]) -> str:
     if device.type not in ("cpu", "cuda"):
         return "checkpoint"
-    here, any_top_k = describe(device), [replace(problem, top_k=top_k) for top_k in TOP_KS]
-    stamp, key = table.database_stamp(), (here, problem, "any top_k")
+    here = describe(device)
+    stamp, key = table.database_stamp(), (here, problem, what)
     found = _planned.get(key)
     if found is None or found[0] != stamp:
-        plans = ((one, lookup.find_plan(here, one)) for one in any_top_k)
-        one, plan = next(((one, plan) for one, plan in plans if plan), (replace(problem, top_k=8), None))
-        found = _planned[key] = stamp, choose_layout(here, one, plan)
+        found = _planned[key] = stamp, choose(here)
     return found[1]
 
 

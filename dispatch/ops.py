@@ -16,7 +16,7 @@ from ..kernels.weights.weight import Weight, check_tensors, normalize_global_sca
 from . import call
 from .checks import check_blob, check_device, check_inner, refuse_grad, refuse_tracked
 
-__all__ = ["LIBRARY", "autocast_rule", "dequantize", "gemm"]
+__all__ = ["LIBRARY", "dequantize", "gemm", "register"]
 
 _torch_library: Any = torch.library  # untyped
 LIBRARY = _torch_library.Library("nvfp4", "DEF")  # its life is the ops' life
@@ -132,7 +132,7 @@ def _dequantize_fake(
     return weight.new_empty((n, k), dtype=dtype)
 
 
-def autocast_rule(op: Callable[..., Any], device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
+def _autocast_rule(op: Callable[..., Any], device_type: str, key: torch._C.DispatchKey) -> Callable[..., Any]:
     """The Autocast rule: x in the autocast dtype, everything else as it is.
 
     `torch.library.register_autocast` would cast the e4m3 and fp32 scales too.
@@ -148,24 +148,23 @@ def autocast_rule(op: Callable[..., Any], device_type: str, key: torch._C.Dispat
     return rule
 
 
-def _register() -> None:
+def register(name: str, implementation: Callable[..., Any], fake: Callable[..., Any], *, autocast: bool = True) -> None:
+    """Implement an op of LIBRARY on every device."""
     for key in ("CPU", "CUDA"):
-        LIBRARY.impl("gemm", call.gemm, key)
-        LIBRARY.impl("gemm.out", _gemm_out, key)
-        LIBRARY.impl("dequantize", _dequantize, key)
-    for name in ("gemm", "gemm.out", "dequantize"):
-        # No gradients; the fallthrough is cheaper than the default rule, and call.gemm refuses x that needs one.
-        LIBRARY.impl(name, _torch_library.fallthrough_kernel, "Autograd")
-    _torch_library.register_fake("nvfp4::gemm", _gemm_fake, lib=LIBRARY)
-    _torch_library.register_fake("nvfp4::gemm.out", _gemm_out_fake, lib=LIBRARY)
-    _torch_library.register_fake("nvfp4::dequantize", _dequantize_fake, lib=LIBRARY)
-    for op, name in ((torch.ops.nvfp4.gemm.default, "gemm"), (torch.ops.nvfp4.gemm.out, "gemm.out")):
-        for device_type in ("cpu", "cuda"):
-            key = f"Autocast{device_type.upper()}"
-            LIBRARY.impl(name, autocast_rule(op, device_type, getattr(torch._C.DispatchKey, key)), key)
+        LIBRARY.impl(name, implementation, key)
+    # No gradients; the fallthrough is cheaper than the default rule, and implementations refuse x that needs one.
+    LIBRARY.impl(name, _torch_library.fallthrough_kernel, "Autograd")
+    _torch_library.register_fake(f"nvfp4::{name}", fake, lib=LIBRARY)
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.nvfp4, packet), overload or "default")
+    for device_type in ("cpu", "cuda") if autocast else ():
+        key = f"Autocast{device_type.upper()}"
+        LIBRARY.impl(name, _autocast_rule(op, device_type, getattr(torch._C.DispatchKey, key)), key)
 
 
-_register()
+register("gemm", call.gemm, _gemm_fake)
+register("gemm.out", _gemm_out, _gemm_out_fake)
+register("dequantize", _dequantize, _dequantize_fake, autocast=False)
 _gemm_op = torch.ops.nvfp4.gemm.default
 _call_gemm_op = _gemm_op._op  # what calling it does, without the frame in between; Dynamo does not know it
 _gemm_out_op = torch.ops.nvfp4.gemm.out

@@ -23,6 +23,7 @@ from .statistics import HOPELESS
 __all__ = ["BANDS", "Suggester"]
 
 BANDS = ((1, 16), (17, 256), (257, None))
+SEED = 0  # of the sampler: equal evidence gives equal proposals
 WORST = 100.0  # value of what is invalid or failed
 
 
@@ -35,25 +36,21 @@ class Suggester:
         All of the problem.
     spaces
         The space of every kernel among them, by name.
-    seed
-        Of the sampler: equal evidence gives equal proposals.
     """
 
-    def __init__(
-        self, candidates: Mapping[Entrant, Candidate], spaces: Mapping[str, Space[Any]], *, seed: int = 0
-    ) -> None:
+    def __init__(self, candidates: Mapping[Entrant, Candidate], spaces: Mapping[str, Space[Any]]) -> None:
         import optuna
 
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         self._candidates = candidates
         self._open = dict.fromkeys(candidates)
-        self._random = random.Random(seed)
+        self._random = random.Random(SEED)
         self._bands = [
             (low, high)
             for low, high in BANDS
             if any(_in_band(m, low, high) for candidate in candidates.values() for m in candidate.ms)
         ]
-        self._studies = [optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed)) for _ in self._bands]
+        self._studies = [optuna.create_study(sampler=optuna.samplers.TPESampler(seed=SEED)) for _ in self._bands]
         self._choices = {name: space.choices for name, space in spaces.items()}
         self._shelves = {
             name: _Shelf([c for c in candidates.values() if c.kernel.name == name], self._choices[name], self._bands)

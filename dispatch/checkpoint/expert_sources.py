@@ -92,12 +92,7 @@ def expert_source(checkpoint: Checkpoint, name: str, gate_up: str | None) -> Sou
                 gate_up is None and checkpoint.config.model.model_type in INTERLEAVED_MODELS
             )
             return Stacked(checkpoint, checkpoint.fused_experts[spelling], interleaved)
-        for module, problem in checkpoint.broken.items():
-            if module == spelling or module.startswith(f"{spelling}."):
-                raise InvalidInput(problem)
-        for module, algo in checkpoint.foreign.items():
-            if module == spelling or module.startswith(f"{spelling}."):
-                raise Unsupported(message(f"{module} is quantised as {algo}", expected="NVFP4"))
+        _refuse_unreadable(checkpoint, spelling, "NVFP4")
     known = listed({*checkpoint.experts, *checkpoint.fused_experts}, 3)
     raise InvalidInput(
         message(f"{checkpoint.path} has no NVFP4 experts {name}", expected=f"one like {known}" if known else None)
@@ -146,13 +141,7 @@ class Separate:
                     )
 
     def _refuse(self, expert: int, missing: list[Role], there: Mapping[Role, LinearInfo]) -> None:
-        prefix = f"{self.name}.{expert}."
-        for module, problem in self._checkpoint.broken.items():
-            if module.startswith(prefix):
-                raise InvalidInput(problem)
-        for module, algo in self._checkpoint.foreign.items():
-            if module.startswith(prefix):
-                raise Unsupported(message(f"{module} is quantised as {algo}", expected="NVFP4, like the other experts"))
+        _refuse_unreadable(self._checkpoint, f"{self.name}.{expert}", "NVFP4, like the other experts")
         raise InvalidInput(
             message(
                 f"{self.name}.{expert} is incomplete",
@@ -222,6 +211,16 @@ class Stacked:
             bias=None if bias is None else bias[rows],
             pre_quant_scale=tensors.get("pre_quant_scale"),
         )
+
+
+def _refuse_unreadable(checkpoint: Checkpoint, name: str, expected: str) -> None:
+    """Raise where the module or one inside it is broken, or quantised in another way."""
+    for module, problem in checkpoint.broken.items():
+        if module == name or module.startswith(f"{name}."):
+            raise InvalidInput(problem)
+    for module, algo in checkpoint.foreign.items():
+        if module == name or module.startswith(f"{name}."):
+            raise Unsupported(message(f"{module} is quantised as {algo}", expected=expected))
 
 
 def _layers(checkpoint: Checkpoint, name: str) -> Iterator[LinearInfo]:
