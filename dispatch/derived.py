@@ -1,8 +1,9 @@
-"""What `nvfp4.nn.Linear` and `FusedMoE` share: loading, and deriving into the memory that captured graphs read."""
+"""What `nvfp4.nn.Linear` and `FusedMoE` share: loading, moving, deriving into the memory that captured graphs read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from ..errors import InvalidInput, message
 from .checkpoint.files import listed
 
-__all__ = ["NAN", "check_loaded", "into", "loading_problems"]
+__all__ = ["NAN", "as_integers", "check_loaded", "into", "loading_problems"]
 
 NAN = 0x7F  # an e4m3 NaN: what no loaded layer holds
 
@@ -47,6 +48,21 @@ def loading_problems(module: nn.Module, tensors: Mapping[str, Tensor]) -> list[s
     problems: list[str] = []
     module._load_from_state_dict(tensors, "", {}, True, missing, unknown, problems)
     return problems + [f"{name} is missing" for name in missing] + [f"{name} is unknown" for name in unknown]
+
+
+@contextmanager
+def as_integers(module: nn.Module, names: Iterable[str]) -> Iterator[None]:
+    """Buffers of a module seen as integers: casts are for floating point, so these move and keep their bits."""
+    held = {name: tensor for name in names if (tensor := module._buffers[name]) is not None}
+    for name, tensor in held.items():
+        module._buffers[name] = tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+    try:
+        yield
+    finally:
+        for name, tensor in held.items():
+            moved = module._buffers[name]
+            assert moved is not None
+            module._buffers[name] = moved.view(tensor.dtype)
 
 
 def into(old: Tensor | None, new: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from .checkpoint.modules import IGNORED, MODELOPT, REQUIRED
 from .checkpoint.names import number_of
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor, same_pre_quant_scale
 from .checks import DTYPE_NAMES, check_dtype
-from .derived import NAN, check_loaded, into, loading_problems
+from .derived import NAN, as_integers, check_loaded, into, loading_problems
 from .expert_buffers import GLOBALS, STACKS, ExpertBuffers
 
 __all__ = ["ExpertStacks"]
@@ -160,19 +160,13 @@ class ExpertStacks(ExpertBuffers):
             self._store()
             self._drop()  # another layout may suit the device or the dtype
         self._forget()
-        names = ("w13_scale", "w2_scale", *GLOBALS[self.dialect])
-        scales = {name: scale for name in names if (scale := self._buffers[name]) is not None}
-        for name, scale in scales.items():
-            # Casts are for floating point: seen as integers, scales move and keep their bits.
-            self._buffers[name] = scale.view({1: torch.uint8, 4: torch.int32}[scale.itemsize])
         blobs = {name: blob for stack in STACKS if (blob := self._buffers[name := f"_{stack}_data"]) is not None}
         for name, blob in blobs.items():
             self._buffers[name] = blob.view(-1)  # channels_last reorders what has four dimensions
         try:
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            with as_integers(self, ("w13_scale", "w2_scale", *GLOBALS[self.dialect])):
+                super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
-            for name, scale in scales.items():
-                self._buffers[name] = self._get(name).view(scale.dtype)
             for name, blob in blobs.items():
                 self._buffers[name] = self._get(name).view(blob.shape)
         self.dtype = x_dtype

@@ -16,7 +16,7 @@ from ..kernels.weights.weight import GLOBAL_SCALE_DTYPES, Weight
 from .checkpoint.modules import IGNORED, MODELOPT, REQUIRED
 from .checkpoint.values import check_finite, check_pre_quant_scale, check_scale, global_factor
 from .checks import DTYPE_NAMES, check_dtype
-from .derived import NAN, check_loaded, into, loading_problems
+from .derived import NAN, as_integers, check_loaded, into, loading_problems
 from .fused_moe import FusedMoE
 from .ops import gemm
 from .pack import pack
@@ -185,10 +185,7 @@ class Linear(nn.Module):
         """
         if self._global.is_meta:
             raise InvalidInput(message("the layer has no values", got="meta tensors", do="load a weight first"))
-        if self.weight_scale is None:  # nothing is stored that could have changed; the global scale may have
-            weight, scale, _ = self.packed.to_checkpoint()
-        else:
-            weight, scale = self._stored()
+        weight, scale = self._stored()  # where it has to be decoded, the global scale may have changed all the same
         check_scale("weight_scale", scale.view(torch.uint8), repair_nan=False)
         factor = global_factor(self._global_name, self._global, self.dialect)
         if self.pre_quant_scale is not None:
@@ -229,16 +226,15 @@ class Linear(nn.Module):
         self.refresh_()
 
     def _stored(self) -> tuple[Tensor, Tensor]:
-        """Weight and block scales as the checkpoint has them."""
+        """Weight and block scales as the checkpoint has them: those that are stored, or decoded ones."""
         weight, scale = self._buffers[self._weight_name], self._buffers["weight_scale"]
-        assert weight is not None and scale is not None
+        if weight is None or scale is None:
+            weight, scale, _ = self.packed.to_checkpoint()
         return weight, scale
 
     def _store(self) -> None:
         """Have them stored (again)."""
-        if self.weight_scale is None:
-            weight, scale, _ = self.packed.to_checkpoint()
-            self._buffers[self._weight_name], self._buffers["weight_scale"] = weight, scale
+        self._buffers[self._weight_name], self._buffers["weight_scale"] = self._stored()
 
     @property
     def _global(self) -> Tensor:
@@ -257,17 +253,8 @@ class Linear(nn.Module):
         layout, before = self._layout, {name: self._buffers[name] for name in DERIVED}
         self._store()
         self._forget()
-        scales = {"weight_scale": self._stored()[1], self._global_name: self._global}
-        for name, scale in scales.items():
-            # Casts are for floating point: seen as integers, scales move and keep their bits.
-            self._buffers[name] = scale.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[scale.itemsize])
-        try:
+        with as_integers(self, ("weight_scale", self._global_name)):
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        finally:
-            for name, scale in scales.items():
-                moved = self._buffers[name]
-                assert moved is not None
-                self._buffers[name] = moved.view(scale.dtype)
         x_dtype = fn(torch.empty(0, dtype=self.dtype, device=self._global.device)).dtype
         self.dtype = x_dtype if x_dtype in DTYPE_NAMES else self.dtype
         if was_ready and not self._global.is_meta:
@@ -291,8 +278,7 @@ class Linear(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.weight_scale is None:
-            weight, scale, _ = self.packed.to_checkpoint()
-            destination[f"{prefix}{self._weight_name}"], destination[f"{prefix}weight_scale"] = weight, scale
+            destination[f"{prefix}{self._weight_name}"], destination[f"{prefix}weight_scale"] = self._stored()
 
     def _load_from_state_dict(
         self,
