@@ -70,9 +70,10 @@ measured, hold_at = 0, int(sys.argv[2])
 def say(event):
     global measured
     print(type(event).__name__, flush=True)
-    measured += type(event).__name__ == "Measured"
-    if 0 < hold_at <= measured:
-        time.sleep(3600)  # for the signal: it must not come when all is done
+    if type(event).__name__ == "Measured":
+        measured += 1
+        if measured == hold_at:
+            time.sleep(3600)  # for the signal: it must not come when all is done
 
 if __name__ == "__main__":
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # one compiling process
