@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -139,6 +140,13 @@ class Separate:
                     raise InvalidInput(
                         message(f"{info.name} has another size than its like", got=(info.n, info.k), expected=expected)
                     )
+                scale = info.global_scale
+                if math.prod(scale.shape) != 1:
+                    raise InvalidInput(
+                        message(f"{scale.name} of an expert", got=tuple(scale.shape), expected="one element")
+                    )
+        for product in (wanted[:-1], wanted[-1:]):
+            _check_alike([self._roles(expert)[role] for expert in experts for role in product])
 
     def _refuse(self, expert: int, missing: list[Role], there: Mapping[Role, LinearInfo]) -> None:
         _refuse_unreadable(self._checkpoint, f"{self.name}.{expert}", "NVFP4, like the other experts")
@@ -166,7 +174,7 @@ class Separate:
                 scale_name=tensors["weight_scale"].name,
                 packed=files.read(info.weight.name),
                 scales=files.read(tensors["weight_scale"].name).reshape(info.n, -1),
-                factor=float(_one(stored, global_factor(stored, files.read(stored), info.dialect))),
+                factor=float(global_factor(stored, files.read(stored), info.dialect)),
                 bias=None if bias is None else files.read(bias.name).reshape(-1),
                 pre_quant_scale=None if vector is None else files.read(vector.name).reshape(-1),
             )
@@ -228,10 +236,15 @@ def _layers(checkpoint: Checkpoint, name: str) -> Iterator[LinearInfo]:
         yield from roles.values()
 
 
-def _one(name: str, factor: Tensor) -> Tensor:
-    if factor.numel() != 1:
-        raise InvalidInput(message(f"{name} of an expert", got=tuple(factor.shape), expected="one element"))
-    return factor
+def _check_alike(layers: list[LinearInfo]) -> None:
+    """Refuse layers of one product of which some have a bias or pre_quant_scale, and some have none."""
+    for leaf in ("bias", "pre_quant_scale"):
+        having = [info for info in layers if leaf in info.tensors]
+        if having and len(having) < len(layers):
+            without = next(info for info in layers if leaf not in info.tensors)
+            raise InvalidInput(
+                message(f"a {leaf} is missing", got=f"none for {without.name}", expected=f"as for {having[0].name}")
+            )
 
 
 def _numbers(name: str, modules: tuple[str, ...]) -> Iterator[int]:

@@ -111,7 +111,7 @@ def load_experts(
         w13_bias=_bias(stacks.first_bias, 2 if source.gated else 1, device),
         w2_bias=None if shard is not None and shard.rank else _bias(stacks.second_bias, 1, device),
         pre_quant_scale=_input_scale(name, source, stacks, device),
-        w2_pre_quant_scale=_inner_scale(name, stacks, device),
+        w2_pre_quant_scale=_inner_scale(stacks, device),
         experts=wanted,
         gated=source.gated,
     )
@@ -169,9 +169,6 @@ def _bias(found: Sequence[tuple[str, Tensor | None]], each: int, device: torch.d
     given = [(name, values) for name, values in found if values is not None]
     if not given:
         return None
-    if len(given) < len(found):
-        without = next(name for name, values in found if values is None)
-        raise InvalidInput(message("a bias is missing", got=f"none for {without}", expected=f"as for {given[0][0]}"))
     for name, values in given:
         check_finite(f"{name}.bias", values)
     rows = [torch.cat([values for _, values in given[i : i + each]]) for i in range(0, len(given), each)]
@@ -195,18 +192,11 @@ def _input_scale(name: str, source: Source, stacks: _Stacks, device: torch.devic
     return torch.maximum(*pair).to(device)
 
 
-def _inner_scale(name: str, stacks: _Stacks, device: torch.device | str) -> Tensor | None:
+def _inner_scale(stacks: _Stacks, device: torch.device | str) -> Tensor | None:
     """[E, I]: every expert has its own, or none has."""
     given = stacks.second_pqs
     _check_vectors(given)
     there = [vector for _, vector in given if vector is not None]
-    if there and len(there) < len(given):
-        without = next(part for part, vector in given if vector is None)
-        raise InvalidInput(
-            message(
-                f"experts {name}: pre_quant_scale is incomplete", got=f"none for {without}", expected="one for each"
-            )
-        )
     return torch.stack(there).to(device) if there else None
 
 

@@ -200,6 +200,9 @@ def test_ranks_of_experts_that_are_left_out_leave_dense_layers(write, run, tmp_p
          r"experts\.2 is incomplete; got no up"),
         ({"2.up_proj.weight": torch.zeros(INTER, HIDDEN).to(torch.float8_e4m3fn), "2.up_proj.weight_scale_2": None,
           "2.up_proj.weight_scale": torch.ones(())}, 1, r"experts\.2\.up_proj is quantised as FP8"),
+        ({"2.up_proj.bias": torch.zeros(INTER)}, 1, r"a bias is missing; got none for .*experts\.0\.gate_proj"),
+        ({"1.down_proj.pre_quant_scale": torch.ones(INTER)}, 1, r"a pre_quant_scale is missing; got none for .*0"),
+        ({"3.up_proj.weight_scale_2": torch.ones(INTER)}, 1, r"3\.up_proj\.weight_scale_2 of an expert; got \(32,\)"),
         (modelopt("2.up_proj", 48, HIDDEN), 1, r"2\.up_proj has another size than its like; got \(48, 64\)"),
     ],
 )  # fmt: skip

@@ -107,11 +107,14 @@ def test_an_input_vector_is_that_of_all_experts(write):
     ("changes", "words"),
     [
         ({"1.up_proj": None}, r"none for .*experts\.1\.up_proj"),
-        ({"2.gate_proj": None, "2.up_proj": None}, r"incomplete; got one for .*0\.gate_proj, none for .*2\.gate_proj"),
+        (
+            {"2.gate_proj": None, "2.up_proj": None},
+            r"missing; got none for .*2\.gate_proj; expected as for .*0\.gate_proj",
+        ),
         ({"1.up_proj": 1.000015}, r"differs; got other values in .*experts\.1\.up_proj"),
         ({f"{e}.up_proj": 2.0 for e in range(EXPERTS)}, r"differs; got other values in .*0\.up_proj"),
         ({"1.up_proj": float("nan")}, r"experts\.1\.up_proj\.pre_quant_scale is wrong; got nan"),
-        ({"1.down_proj": 1.0}, r"incomplete; got none for .*0\.down_proj"),
+        ({"1.down_proj": 1.0}, r"missing; got none for .*0\.down_proj; expected as for .*1\.down_proj"),
     ],
 )
 def test_input_vectors_that_are_not_one_are_refused(write, changes, words):
