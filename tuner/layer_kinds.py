@@ -32,8 +32,13 @@ def layer_kinds(fields: Mapping[str, object]) -> tuple[Kind, ...]:
     """
     for name in BY_LAYER:
         said = fields.get(name)
-        if said and isinstance(said, list | str):
-            return tuple("dense" if one in DENSE else "neither" if one in NEITHER else "experts" for one in said)
+        if not said or not isinstance(said, list | str):
+            continue
+        kinds: tuple[Kind, ...] = tuple(
+            "dense" if one in DENSE else "neither" if one in NEITHER else "experts" for one in said
+        )
+        if set(kinds) != {"neither"}:  # else it tells kinds of attention (Jamba)
+            return kinds
     count = fields.get("num_hidden_layers")
     if type(count) is not int or not 1 <= count <= MOST_LAYERS:
         raise InvalidInput(

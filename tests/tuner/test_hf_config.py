@@ -171,6 +171,7 @@ MLP, EXPERTS = Problem(n=1024, k=256), moe(64, 256, experts=8, top_k=2)
         ({"is_moe_layer": [False, True, True, True]}, "both"),
         ({"moe_layer_start_index": 0, "moe_layer_end_index": -1}, "experts"),
         ({"expert_layer_period": 2, "expert_layer_offset": 1}, "both"),
+        ({"expert_layer_period": 2, "layers_block_type": ["mamba", "attention", "mamba", "attention"]}, "both"),
         ({"moe_layers_enum": "1,2,3"}, "both"),
         ({"hybrid_override_pattern": "ME*E"}, "experts"),
         ({"hybrid_override_pattern": "ME*-"}, "both"),
