@@ -178,8 +178,8 @@ def standings_table(best: tuple[Standing, ...]) -> Grid:
             at.kernel,
             config_words(at.config),
             microseconds(at.best_us),
-            ratio(at.default_us / at.best_us if at.default_us else None),
-            ratio(at.bf16_us / at.best_us if at.bf16_us else None),
+            ratio(at.over_default),
+            ratio(at.over_bf16),
         )
     return made
 
@@ -204,11 +204,8 @@ def _ms_words(ms: Sequence[int]) -> str:
 
 
 def _against(at: Standing) -> str:
-    parts = []
-    if at.default_us:
-        parts.append(f"{ratio(at.default_us / at.best_us)} untuned")
-    if at.bf16_us:
-        parts.append(f"{ratio(at.bf16_us / at.best_us)} bf16")
+    parts = [f"{ratio(at.over_default)} untuned"] if at.default_us else []
+    parts += [f"{ratio(at.over_bf16)} bf16"] if at.bf16_us else []
     return f" ({', '.join(parts)})" if parts else ""
 
 
@@ -227,8 +224,7 @@ def _outcome(event: ProblemFinished) -> str:
         return f"no winner ({no_winner(event)})"
     parts = [f"{duration(event.seconds)}, {event.measured} measurements"]
     parts += [NO_MEMORY] if event.unprepared else []
-    untuned = ratios(at.default_us / at.best_us for at in event.best if at.default_us)
-    bf16 = ratios(at.bf16_us / at.best_us for at in event.best if at.bf16_us)
+    untuned, bf16 = ratios(at.over_default for at in event.best), ratios(at.over_bf16 for at in event.best)
     parts += [f"{untuned} untuned"] if untuned else []
     parts += [f"{bf16} bf16"] if bf16 else []
     parts += [f"failed: {counts(event.failures)}"] if event.failures else []

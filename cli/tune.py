@@ -118,8 +118,8 @@ def _summarise(shown: Display) -> None:
             made.row(
                 problem_words(done.problem),
                 kernels or f"no winner: {no_winner(done)}",
-                ratios(at.default_us / at.best_us for at in done.best if at.default_us),
-                ratios(at.bf16_us / at.best_us for at in done.best if at.bf16_us),
+                ratios(at.over_default for at in done.best),
+                ratios(at.over_bf16 for at in done.best),
             )
         out.print(made)
         out.print("untuned, bf16: how many times faster than what runs untuned, and than torch.matmul on bf16 weights")

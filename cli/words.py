@@ -59,9 +59,9 @@ def ratio(times: float | None) -> str:
     return "" if times is None else f"{times:.2f}x" if times < 100 else f"{times:.0f}x"
 
 
-def ratios(times: Iterable[float]) -> str:
-    """The smallest and the largest: "0.98-3.21x"; "" for none."""
-    found = sorted(times)
+def ratios(times: Iterable[float | None]) -> str:
+    """The smallest and the largest: "0.98-3.21x"; "" for none but None."""
+    found = sorted(one for one in times if one is not None)
     if not found:
         return ""
     low, high = ratio(found[0]), ratio(found[-1])

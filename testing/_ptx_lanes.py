@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from ._ptx_values import LANES, Array
 
 __all__ = ["Lanes"]
 
-Array = NDArray[Any]
-
-LANE = np.arange(32)
+LANE = np.arange(LANES)
 
 
 class Lanes:

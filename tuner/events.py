@@ -84,6 +84,16 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     bf16_us: float | None  # of the bf16 matmul
     protocol: str
 
+    @property
+    def over_default(self) -> float | None:
+        """How many times faster than what runs untuned."""
+        return self.default_us / self.best_us if self.default_us else None
+
+    @property
+    def over_bf16(self) -> float | None:
+        """How many times faster than the bf16 matmul."""
+        return self.bf16_us / self.best_us if self.bf16_us else None
+
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, tag="progress"):
     """How far the screens of a problem are."""

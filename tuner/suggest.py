@@ -60,6 +60,8 @@ class Suggester:
 
     def propose(self) -> Candidate | None:
         """A candidate that was neither proposed nor told yet, or None when there is none left."""
+        from optuna.trial import TrialState
+
         if not self._open:
             return None
         self._turn = (self._turn + 1) % len(self._bands)
@@ -70,7 +72,7 @@ class Suggester:
             trial.suggest_categorical(f"{name}.{choice}", list(range(len(options))))
             for choice, options in self._choices[name].items()
         ]
-        study.tell(trial, state=_failed_state())  # the value of what is taken comes with `tell`
+        study.tell(trial, state=TrialState.FAIL)  # the value of what is taken comes with `tell`
         entrant = self._shelves[name].nearest(wanted, self._turn)
         if entrant is None:
             entrant = self._random.choice(list(self._open))
@@ -143,12 +145,6 @@ class _Shelf:
     def take(self, entrant: Entrant) -> None:
         """It is open no longer."""
         self._open[:, self._place[entrant]] = False
-
-
-def _failed_state() -> Any:
-    from optuna.trial import TrialState
-
-    return TrialState.FAIL
 
 
 def _in_band(m: int, low: int, high: int | None) -> bool:
