@@ -199,6 +199,11 @@ def problems_of(
         One of them means nothing.
     """
     check_ranks(tp, ep)
+    if tp > 1 and not (models or configs or checkpoints):
+        raise InvalidInput(
+            message("--tp divides the layers of --model, --config and --checkpoint", got="none of these",
+                    do="leave it out; --shape, --moe and --grouped name the part of one rank")
+        )  # fmt: skip
     found: list[Problem] = []
     for name in models:
         found += problems_of_model(name, tp=tp, ep=ep, dtype=dtype or DTYPES[0])

@@ -61,6 +61,7 @@ def test_without_a_winner_it_ends_with_4_and_a_damaged_database_is_moved_aside(r
         (("--config", "no/such/folder"), "no/such/folder"),
         (("--shape", "40,64", "--m", "0"), "values of M"),
         (("--shape", "40,64", "--tp", "0"), "--tp"),
+        (("--shape", "40,64", "--tp", "2"), "--tp divides the layers of --model, --config and --checkpoint; got none"),
         (("--model", "mixtral", "--ep", "-1"), "--ep; got -1; expected at least 1"),
         (("--model", "mixtral", "--ep", "9"), "expert parallel size; got 9; expected 1 to 8, the number of experts"),
         (("--model", "mixtral", "--tp", "4", "--ep", "2"), "got --tp 4 --ep 2; expected a multiple of 4 for --ep"),
