@@ -13,7 +13,7 @@ from ..kernels.problem import DTYPES, Problem
 from ..tuner.workload import Linear, problems_of_linears
 from .checkpoint_experts import experts_of, has_experts, left_out_words
 
-__all__ = ["dtype_of", "layers_of", "open_for_tuning", "problem_of", "problems_of_checkpoint"]
+__all__ = ["dtype_of", "layers_of", "open_for_tuning", "problems_of_checkpoint"]
 
 # Layers whose input is divided over ranks, and small ones that every rank has whole; all others divide their output.
 ROW = ("o_proj", "down_proj", "w2", "out_proj", "fc2", "wo", "wo_b", "dense", "dense_4h_to_h", "c_proj")
@@ -76,12 +76,6 @@ def problems_of_checkpoint(
             raise InvalidInput(words)
         warnings.warn(words, UserWarning, stacklevel=2)
     return list(dict.fromkeys([*dense, *(one for problems in experts.problems.values() for one in problems)]))
-
-
-def problem_of(layer: Linear, *, tp: int, dtype: str) -> Problem:
-    """One layer's problem on one rank."""
-    (problem,) = problems_of_linears([layer], tp=tp, dtype=dtype)
-    return problem
 
 
 def dtype_of(checkpoint: Checkpoint, wanted: str | None) -> str:

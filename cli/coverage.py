@@ -18,7 +18,8 @@ from ..errors import Unsupported
 from ..kernels.problem import Device, Problem
 from ..kernels.weights.layouts import first_layout, layout_ids
 from ..kernels.weights.layouts import layout as get_layout
-from .checkpoint import dtype_of, layers_of, problem_of
+from ..tuner.workload import problems_of_linears
+from .checkpoint import dtype_of, layers_of
 from .checkpoint_experts import experts_of, left_out_words
 from .output import Grid
 from .words import device_words, kernels_by_m, plural, problem_words
@@ -75,9 +76,11 @@ def coverage(
         As for `problems_of_checkpoint`.
     """
     x_dtype = dtype_of(checkpoint, dtype)
-    dense = {one.name: (problem_of(one, tp=tp, dtype=x_dtype),) for one in layers_of(checkpoint, fused=fused)}
+    asked = {
+        one.name: tuple(problems_of_linears([one], tp=tp, dtype=x_dtype)) for one in layers_of(checkpoint, fused=fused)
+    }
     experts = experts_of(checkpoint, tp=tp, ep=ep, dtype=x_dtype)
-    asked: dict[str, tuple[Problem, ...]] = {**dense, **experts.problems}
+    asked |= experts.problems
     layers: dict[Problem, list[str]] = {}
     for name, problems in asked.items():
         for problem in problems:

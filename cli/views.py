@@ -176,9 +176,8 @@ def show_why(console: Console, found: Why) -> None:
     console.print(made)
     if len(found.candidates) > SHOWN_FATES:
         console.print(f"{len(found.candidates) - SHOWN_FATES} more; --json has all")
-    for fate in found.candidates[:1]:
-        if not fate.at:
-            continue
+    fate = found.candidates[0]
+    if fate.at:
         console.print(f"{config_words(fate.config)} at every M")
         made = Grid(">M", "outcome", ">µs", ">winner µs", ">slower", "~winner")
         for at in fate.at:

@@ -306,9 +306,7 @@ def _check_checkpoint(
     x: Tensor, weight: Tensor, weight_scale: Tensor | None, weight_scale_2: Tensor, out_features: int | None
 ) -> int:
     if weight_scale is None:
-        raise InvalidInput(
-            message("weight_scale is missing", got=None, expected='[N, K/16] e4m3 for layout "checkpoint"')
-        )
+        raise InvalidInput(message("weight_scale is missing", expected='[N, K/16] e4m3 for layout "checkpoint"'))
     validate(weight, weight_scale, weight_scale_2, values=False)  # reading values would wait for the device
     n = weight.shape[0]
     check_inner(x, weight)

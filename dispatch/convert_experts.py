@@ -15,7 +15,7 @@ from .checkpoint import Checkpoint
 from .checkpoint.names import aliases
 from .checks import DTYPE_NAMES
 from .fused_moe import FusedMoE
-from .moe_probe import FAMILIES, Block, Experts, probe_block, probe_stacked, route
+from .moe_probe import FAMILIES, Block, Experts, apart, probe_block, probe_stacked, route
 
 __all__ = ["Converted", "FusedBlock", "convert_experts_"]
 
@@ -131,7 +131,7 @@ def _replace_stacked(
             if tensor is None:
                 return None
             tensor = tensor.transpose(1, 2) if found.transposed and tensor.ndim == 3 else tensor
-            return torch.cat((tensor[:, 0::2], tensor[:, 1::2]), 1) if found.interleaved else tensor
+            return apart(tensor) if found.interleaved else tensor
 
         w13 = rows(first.detach())
         assert w13 is not None

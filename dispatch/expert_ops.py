@@ -295,5 +295,5 @@ def _check_size(x: Tensor, name: str, w: Weight, n: int, k: int) -> None:
 
 def _given(name: str, tensor: Tensor | None) -> Tensor:
     if tensor is None:
-        raise InvalidInput(message(f"{name} is missing", got=None, expected="a tensor"))
+        raise InvalidInput(message(f"{name} is missing", expected="a tensor"))
     return tensor

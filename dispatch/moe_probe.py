@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..kernels.moe.activations import ACTIVATIONS, activate, constants
 
-__all__ = ["Block", "Experts", "probe_block", "probe_stacked", "route"]
+__all__ = ["Block", "Experts", "apart", "probe_block", "probe_stacked", "route"]
 
 HIDDEN, INTER, TOKENS = 24, 16, 16
 FAMILIES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"), ("up_proj", "down_proj"))
@@ -92,7 +92,7 @@ def probe_stacked(module: nn.Module) -> Experts | str | None:
             reason = f"called with x, ids and weights, its forward failed ({got})"
             continue
         for interleaved in (False, True) if gated else (False,):
-            w13, _, b13, _ = (_apart(t) if interleaved and i in (0, 2) else t for i, t in enumerate(weights))
+            w13, _, b13, _ = (apart(t) if interleaved and i in (0, 2) else t for i, t in enumerate(weights))
             found = _match(module, gated, lambda act: _reference(x, w13, w2, b13, b2, ids, router, act), got)  # noqa: B023
             if found is not None:
                 hidden, inter = (d, c) if transposed else (c, d)
@@ -240,8 +240,8 @@ def _run(call: Callable[[], Any], *, tuples: bool = False) -> Any:
     return f"it returned {type(got).__name__}"
 
 
-def _apart(rows: Tensor) -> Tensor:
-    """Gate, then up, of rows that alternate."""
+def apart(rows: Tensor) -> Tensor:
+    """Gate, then up, of rows [E, N, …] that alternate."""
     return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1)
 
 
