@@ -83,7 +83,7 @@ class TwoPassExperts(Kernel):
 
     def default_config(self, device: Device, problem: Problem, m: int) -> TwoPassExpertsConfig:
         """The largest tiles whose sums leave room for the rest, and the largest chunks that fit. Not measured."""
-        room = (128 if device.capability[0] in MOST_SUMS else 64) * 128 // _halves(problem)
+        room = (128 if device.capability[0] == 9 else 64) * 128 // _halves(problem)
         wanted = [
             TwoPassExpertsConfig(block_m=rows, block_n=columns, stages=stages, chunk_mib=chunk)
             for rows, columns, stages in ((128, 128, 3), (64, 128, 3), (64, 64, 3), (64, 64, 2))

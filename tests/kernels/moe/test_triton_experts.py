@@ -154,6 +154,7 @@ def test_tiles_are_enough_for_every_division():
 KIB = 1024
 DEVICES = {
     "sm_80": Device(kind="cuda", name="A100", capability=(8, 0), units=108, smem_bytes=163 * KIB),
+    "sm_89": Device(kind="cuda", name="L40S", capability=(8, 9), units=142, smem_bytes=99 * KIB),
     "sm_90": Device(kind="cuda", name="H200", capability=(9, 0), units=132, smem_bytes=227 * KIB),
     "sm_100": Device(kind="cuda", name="B200", capability=(10, 0), units=148, smem_bytes=227 * KIB),
     "sm_120": Device(kind="cuda", name="RTX PRO 6000", capability=(12, 0), units=188, smem_bytes=99 * KIB),
@@ -175,13 +176,18 @@ def resources(launch, folder):
     return {"registers": int(registers), "stack": int(stack), "smem": launch.compiled.metadata.shared}
 
 
-COMPILED = [  # with a gate, but for sm_80, whose mma.sync is sm_120's too
+COMPILED = [  # with a gate, but for sm_80, whose mma.sync is that of sm_89 and sm_120 too
     ("sm_80", NEMOTRON, 1024),
+    ("sm_80", GROUPED, 16),
+    ("sm_89", QWEN, 16),
+    ("sm_89", GROUPED, 16),
     ("sm_90", QWEN, 1024),
     ("sm_90", ODD, 1024),
     ("sm_90", GROUPED, 1024),
     ("sm_100", QWEN, 1024),
+    ("sm_100", GROUPED, 1024),
     ("sm_120", QWEN, 1024),
+    ("sm_120", GROUPED, 16),
     ("sm_120", ODD, 1),
 ]
 

@@ -141,7 +141,13 @@ def test_chunks_stay_within_their_size_but_hold_an_expert():
 @compiled
 @pytest.mark.parametrize(
     ("capability", "smem", "activations"),
-    [((8, 0), 166912, ("relu2",)), ((9, 0), 232448, ("swiglu", "relu2")), ((12, 0), 101376, ("swiglu",))],
+    [
+        ((8, 0), 166912, ("relu2",)),
+        ((8, 9), 101376, ("swiglu",)),
+        ((9, 0), 232448, ("swiglu", "relu2")),
+        ((10, 0), 232448, ("relu2",)),
+        ((12, 0), 101376, ("swiglu",)),
+    ],
 )
 def test_shared_memory_is_what_is_promised_and_loops_do_not_spill(capability, smem, activations):
     from nvfp4.kernels.moe._triton_dense_device import dense_first, dense_second
