@@ -1,10 +1,14 @@
 import os
 import time
 
+import nvfp4.tuner.run as run_module
 import pytest
 from nvfp4.kernels import build, registry
 from nvfp4.tuner.messages import Pace, Screen
+from nvfp4.tuner.run import tune
 from nvfp4.tuner.worker import Worker
+
+from .model_worker import MS, PROBLEM, ModelWorker
 
 
 class PatientWorker(Worker):
@@ -87,3 +91,28 @@ def descendants():
             found |= more
 
     return descendants
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Make these kernels the only ones, and the model the worker."""
+    monkeypatch.setattr(run_module, "Worker", ModelWorker)
+    monkeypatch.setattr(ModelWorker, "requests", [])
+    monkeypatch.setattr(ModelWorker, "script", {})
+
+    def install(*kernels):
+        monkeypatch.setattr(registry, "_all", lambda: {kernel.name: kernel for kernel in kernels})
+
+    return install
+
+
+@pytest.fixture
+def go(tmp_path):
+    """Tune the problem; returns the result and the events."""
+
+    def go(problems=(PROBLEM,), ms=MS, **kwargs):
+        seen = []
+        result = tune(problems, ms, device="cpu", store_path=tmp_path / "t.db", events=seen.append, **kwargs)
+        return result, seen
+
+    return go

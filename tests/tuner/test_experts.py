@@ -1,6 +1,5 @@
 """moe and grouped_gemm in the tuner: routings, checks that see what is wrong, a time per routing, and a plan."""
 
-import re
 from dataclasses import replace
 
 import msgspec
@@ -9,9 +8,7 @@ import torch
 from nvfp4.cache.layouts import layout_report
 from nvfp4.cache.records import ROUTINGS, TIMING, Environment, Measurement
 from nvfp4.cache.store import Store
-from nvfp4.cache.words import shape_words
 from nvfp4.dispatch.layout import choose_layout
-from nvfp4.errors import InvalidInput
 from nvfp4.kernels import registry
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.moe import cpu_grouped, cpu_moe
@@ -21,14 +18,11 @@ from nvfp4.testing.fakes import fake_device
 from nvfp4.tuner.candidates import Known
 from nvfp4.tuner.experts_trial import ExpertsTrial
 from nvfp4.tuner.experts_weights import ExpertWeights
-from nvfp4.tuner.experts_workload import parse_grouped, parse_moe, parse_problem
 from nvfp4.tuner.inputs import least_bytes
 from nvfp4.tuner.measure import Measurer
 from nvfp4.tuner.messages import Done, Entrant, Race, Row, Screen
 from nvfp4.tuner.outcome import Wrong
-from nvfp4.tuner.routing import relabel, relabelings, routed_ids
 from nvfp4.tuner.run import tune
-from nvfp4.tuner.workload import problems_of_model
 
 MOE = Problem(op="moe", n=48, k=64, experts=4, top_k=2, activation="swiglu")
 GROUPED = Problem(op="grouped_gemm", n=40, k=64, experts=4)
@@ -96,48 +90,6 @@ def screen(measurer, pace, problem, ms=MS, **fields):
     request = Screen(device=DEVICE, problem=problem, entrant=entrant(problem), ms=ms, all_ms=MS, pace=pace, **fields)
     done = measurer.screen(request, said.append)
     return [body for body in said if isinstance(body, Row)], done
-
-
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("top_k", [1, 3])
-def test_a_token_has_distinct_experts_and_every_run_the_same(routing, top_k):
-    ids = routed_ids(routing, 8, 100, top_k)
-    assert ids.shape == (100, top_k) and ids.dtype == torch.int32
-    assert all(len(set(row)) == top_k and set(row) <= set(range(8)) for row in ids.tolist())
-    assert torch.equal(ids, routed_ids(routing, 8, 100, top_k))
-
-
-def counts(routing, experts, tokens, top_k):
-    return torch.bincount(routed_ids(routing, experts, tokens, top_k).flatten(), minlength=experts)
-
-
-def test_balanced_experts_differ_by_one_token_at_any_m():
-    ids = routed_ids("balanced", 6, 50, 4)
-    for m in range(1, 50):
-        found = torch.bincount(ids[:m].flatten(), minlength=6)
-        assert int(found.max() - found.min()) <= 1
-
-
-def test_random_experts_are_alike_and_skewed_ones_follow_zipf():
-    assert (
-        0.9 * 2500 < int(counts("random", 8, 20_000, 1).min()) <= int(counts("random", 8, 20_000, 1).max()) < 1.1 * 2500
-    )
-    skewed = counts("skewed", 8, 20_000, 1).double()
-    expected = 20_000 / torch.arange(1, 9) / (1 / torch.arange(1, 9)).sum()
-    assert torch.allclose(skewed, expected.double(), rtol=0.1)
-
-
-def test_slots_beyond_the_experts_are_nobodys():
-    for routing in ROUTINGS:
-        ids = routed_ids(routing, 3, 5, 8)
-        assert (ids[:, 3:] == -1).all() and all(sorted(row) == [0, 1, 2] for row in ids[:, :3].tolist())
-
-
-def test_relabelings_are_permutations_that_keep_absent_slots():
-    orders = relabelings(5, 4)
-    assert orders[0].tolist() == [0, 1, 2, 3, 4] and all(sorted(order) == [0, 1, 2, 3, 4] for order in orders.tolist())
-    assert len({tuple(order) for order in orders.tolist()}) > 1
-    assert relabel(torch.tensor([[0, -1], [4, 2]]), torch.tensor([3, 4, 0, 1, 2])).tolist() == [[3, -1], [2, 0]]
 
 
 @BOTH
@@ -393,53 +345,3 @@ def test_tuning_leaves_plans_and_the_next_run_measures_nothing(tmp_path, pace, m
 def test_memory_that_experts_need_counts_two_copies_of_all():
     assert least_bytes(MOE, (1, 8)) > 2 * MOE.weight_bytes
     assert least_bytes(replace(MOE, experts=400), (1, 8)) > 100 * MOE.weight_bytes
-
-
-def test_problems_as_text():
-    assert parse_moe("experts=4,top_k=2,hidden=64,inter=48") == MOE
-    assert parse_moe(" TOP_K=2, experts=4,inter=48,hidden=64,activation=silu", dtype="bfloat16") == MOE
-    assert parse_grouped("experts=4,n=40,k=64", dtype="float16") == replace(GROUPED, dtype="float16")
-    for problem in (MOE, GROUPED, Problem(n=40, k=64)):
-        assert parse_problem(shape_words(problem)) == problem
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("experts=4,top_k=2,hidden=64", "expected experts=8,top_k=2,hidden=256,inter=128,activation=swiglu"),
-        ("experts=4,top_k=2,hidden=64,inter=48,inter=48", "expected experts=8"),
-        ("experts=4,top_k=2,hidden=64,inter=48,limit=7", "expected experts=8"),
-        ("4,2,64,48", "expected experts=8"),
-        ("experts=0,top_k=2,hidden=64,inter=48", "experts; got '0'; expected a whole number above 0"),
-        ("experts=4,top_k=2,hidden=64,inter=40", "inter; got 40; expected a multiple of 16"),
-        ("experts=4,top_k=2,hidden=64,inter=48,activation=mish", "unknown activation; got 'mish'"),
-    ],
-)
-def test_text_that_means_no_problem(text, words):
-    with pytest.raises(InvalidInput, match=re.escape(words)):
-        parse_moe(text)
-
-
-def test_a_grouped_k_is_a_multiple_of_16():
-    with pytest.raises(InvalidInput, match="k; got 40; expected a multiple of 16"):
-        parse_problem("experts=4,n=40,k=40")
-
-
-@pytest.mark.parametrize(
-    ("name", "tp", "expected"),
-    [
-        ("qwen3-30b-a3b", 1, Problem(op="moe", n=768, k=2048, experts=128, top_k=8, activation="swiglu")),
-        ("qwen3-30b-a3b", 4, Problem(op="moe", n=192, k=2048, experts=128, top_k=8, activation="swiglu")),
-        ("gpt-oss-20b", 2, Problem(op="moe", n=1440, k=2880, experts=32, top_k=4, activation="swigluoai")),
-        ("gemma-4-26b-a4b", 1, Problem(op="moe", n=704, k=2816, experts=128, top_k=8, activation="geglu_tanh")),
-        ("nemotron-3-nano-30b-a3b", 1, Problem(op="moe", n=1856, k=2688, experts=128, top_k=6, activation="relu2")),
-        ("kimi-k3", 1, Problem(op="moe", n=3072, k=3584, experts=896, top_k=16, activation="situ")),
-    ],
-)
-def test_a_model_brings_its_experts(name, tp, expected):
-    assert [problem for problem in problems_of_model(name, tp=tp) if problem.op != "gemm"] == [expected]
-
-
-def test_experts_that_do_not_divide_are_left_out_with_a_warning():
-    with pytest.warns(UserWarning, match="gpt-oss-20b: its experts are left out: the inner size cannot be divided"):
-        assert all(problem.op == "gemm" for problem in problems_of_model("gpt-oss-20b", tp=8))
