@@ -51,7 +51,6 @@ class Consumer:
         )
         self.code_words = cute.make_rmem_tensor((4, shape.k_blocks, shape.own_blocks), Int32)
         self.scale_words = cute.make_rmem_tensor((2, shape.k_blocks, shape.own_blocks), Int32)
-        self.lane = lane
 
     @cute.jit
     def run(self):
@@ -143,10 +142,14 @@ class Consumer:
 
     @cute.jit
     def release(self, stage: Int32, condition: Int32):
-        """One arrival per warp, at every block that loads x for this one."""
+        """Every lane arrives, at every block that loads x for this one: each says that its own reads are done.
+
+        One lane for its warp would do, but racecheck does not follow an order that goes through another lane.
+        """
         c = self.shape
         bar = (self.bars + c.stages + stage).toint()
-        arrive_if(bar, self.lane, Int32(self.lane < c.multicast) & condition, c.multicast > 1)
+        for block in cutlass.range_constexpr(c.multicast):
+            arrive_if(bar, Int32(block), condition, c.multicast > 1)
 
 
 assert WARPGROUP == 4 * 32

@@ -76,7 +76,7 @@ class Gemm:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(ring.bars + stage, 1)
-                    cute.arch.mbarrier_init(ring.bars + c.stages + stage, producer_warp * c.multicast)
+                    cute.arch.mbarrier_init(ring.bars + c.stages + stage, WARPGROUP * c.warpgroups * c.multicast)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()  # its other lanes wait on them too
             cpasync.prefetch_descriptor(x_copy)

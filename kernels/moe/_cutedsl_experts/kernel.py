@@ -77,7 +77,7 @@ class Product:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(c.stages):
                     cute.arch.mbarrier_init(ring.bars + stage, 1)
-                    cute.arch.mbarrier_init(ring.bars + c.stages + stage, producer_warp)
+                    cute.arch.mbarrier_init(ring.bars + c.stages + stage, WARPGROUP * c.warpgroups)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
             cpasync.prefetch_descriptor(x_copy)
