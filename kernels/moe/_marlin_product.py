@@ -63,7 +63,7 @@ class Product:
         self.row_tiles = row_tiles(size, c)
         self.expert_bytes = size.rows // 64 * (padded(size.k) // 64) * BLOCK_BYTES
         self.meets_in_memory = c.split > 1 and c.meet == "memory"
-        self.may_be_first = kind == FIRST  # without a list no kernel of our own comes before
+        self.may_be_first = kind != SECOND  # without a list no kernel of our own comes before
         number = [entry.name for entry in ACTIVATIONS].index(problem.activation) if kind == FIRST else 0
         # After a kernel of our own it may start while that one ends; after others only if that is asked for.
         chained = device.capability >= (9, 0)
@@ -78,7 +78,7 @@ class Product:
                 PRODUCT=kind,
                 ACTIVATION=number,
             )
-            for first in ((False, True) if kind == FIRST else (False,))
+            for first in ((False, True) if self.may_be_first else (False,))
             for scaled in ((False, True) if kind == FIRST else (False,))
         }
 
@@ -120,7 +120,8 @@ class Product:
             Elements from one row of x to the next.
         most_tiles, tiles, pairs, ids, count
             Where it finds its tiles, at most so many: in a list, with or without pairs, or by the ids themselves, given
-            as values of struct Ids, of so many pairs.
+            as values of struct Ids, of so many pairs. For GROUPED in a list or by offsets, given as ids, of so many
+            rows of out.
         x_dtype
             Which of its two dtypes a bias has.
         """

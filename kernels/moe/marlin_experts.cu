@@ -5,7 +5,8 @@
 //   SECOND   results[pair] = (w2 between[pair] * scale + bias) * the router's weight, float32
 //   GROUPED  out[row] = w x[row] * scale, one rounding
 //
-// Which rows a tile has says a list (route.cu) or, for at most 64 pairs, the ids themselves: then no kernel comes before.
+// Which rows a tile has says a list (route.cu) or, for few rows, what the list would be made of: at most 64 ids, or in
+// GROUPED the offsets. Then no kernel comes before, and GROUPED also writes the zeros in rows of no expert.
 // Tiles without rows return at once. Ends are as in marlin.cu.
 //
 // Programmatic dependent launch: a kernel lets the next one start after its own wait. So what `SECOND` reads before it
@@ -17,6 +18,8 @@
 #include "pairs.cuh"
 #if PRODUCT == 0
 #include "activation.cuh"
+#elif PRODUCT == 2
+#include "groups.cuh"
 #endif
 
 enum Product { FIRST, SECOND, GROUPED };
@@ -38,13 +41,13 @@ struct Args {
     const u16* pre_quant_scale;  // [K]
     const u16* next_scale;       // FIRST: [inter] or [E, inter], multiplies the rounded result, or null
     const float* router;         // [pairs]: multiplies the sum with bias, or null
-    const int4* tiles;           // from route.cu: expert or -1, first row, rows; null: ids
+    const int4* tiles;           // from route.cu: expert or -1, first row, rows; null: ids, or offsets
     const int* pairs;            // [pairs], in the order of experts; null: rows of a tile follow one another
     float* partial;              // [tiles, row tiles, SPLIT, TOKENS, rows of a tile]: only without a cluster
     u32* counters;               // [tiles, row tiles], zero
-    Ids ids;
+    Ids ids;                     // GROUPED: ids.ids are offsets [ids.experts + 1], int32 of any values
     u64 expert_bytes, x_stride;
-    u32 count, top_k;            // pairs, for ids
+    u32 count, top_k;            // pairs, for ids; GROUPED: rows of out, for offsets
     u32 n, k;                    // outputs (GLU: inter) and inputs of an expert
     u32 row_tiles, scales;       // 1, or 2: for the two halves of the outputs, gate and up
     u32 bias_kind;               // 0: none, 1: x's type, 2: float
@@ -54,7 +57,7 @@ struct Args {
 
 constexpr u32 SOURCE_OFFSET = OWN_OFFSET;  // u32 [TOKENS]: where a tile's rows of x begin, in 16 bytes
 constexpr u32 PAIR_OFFSET = SOURCE_OFFSET + TOKENS * 4, ROUTER_OFFSET = PAIR_OFFSET + TOKENS * 4;
-constexpr u32 FOUND_OFFSET = ROUTER_OFFSET + TOKENS * 4;  // expert, rows
+constexpr u32 FOUND_OFFSET = ROUTER_OFFSET + TOKENS * 4;  // expert, rows, first row
 
 // One warp: the tile-th tile of at most 64 pairs. A tile begins with every TOKENS-th pair of an expert; they are numbered
 // in the order in which they begin. Leaves the tile's pairs, its expert (-1: none) and their count in shared memory.
@@ -91,6 +94,60 @@ DEVICE void find(const Ids& ids, u32 count, u32 tile, u32 base, u32 lane) {
     }
 }
 
+#if PRODUCT == 2
+// Tiles of the warps' experts, u32 [2, WARPS]: where nothing else is written before the main loop ends.
+constexpr u32 SUMS_OFFSET = EDGE_OFFSET;
+static_assert(WARPS <= ROWS, "room for them");
+
+// All threads: the tile-th of those that `tile_groups` of route.cu would list: expert (-1: none), first row and rows.
+// Each thread takes experts that follow one another, so that one scan, of the tiles per thread, orders them all.
+DEVICE int4 find_group(const int* offsets, u32 experts, u32 m, u32 tile, u32 base) {
+    constexpr u32 EACH = 4;  // experts of a thread at a time
+    const u32 warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 sums = base + SUMS_OFFSET, all = 0;  // tiles of the experts that were looked at
+    for (u32 start = 0; start < experts && all <= tile; start += THREADS * EACH) {
+        const u32 e = start + threadIdx.x * EACH;
+        u32 at[EACH + 1], tiles[EACH], own = 0;
+#pragma unroll
+        for (u32 i = 0; i <= EACH; i++) at[i] = group_offset(offsets, min(e + i, experts), m);
+#pragma unroll
+        for (u32 i = 0; i < EACH; i++) own += tiles[i] = (max(at[i + 1], at[i]) - at[i] + C::tokens - 1) / C::tokens;
+        u32 end = own;
+#pragma unroll
+        for (u32 d = 1; d < 32; d *= 2) {
+            const u32 before = __shfl_up_sync(0xffffffffu, end, d);
+            if (lane >= d) end += before;
+        }
+        if (lane == 31) store_shared_u32(sums + warp * 4, end);
+        __syncthreads();
+        u32 wanted = tile - all - (end - own);  // of this thread's tiles
+#pragma unroll
+        for (u32 w = 0; w < WARPS; w++) {
+            const u32 sum = load_shared_u32(sums + w * 4);
+            all += sum;
+            if (w < warp) wanted -= sum;
+        }
+        // The next turn's sums lie elsewhere: one barrier a turn is enough.
+        sums = 2 * (base + SUMS_OFFSET) + WARPS * 4 - sums;
+        if (wanted < own)
+#pragma unroll
+            for (u32 i = 0; i < EACH; i++) {
+                if (wanted < tiles[i]) {
+                    const u32 skip = wanted * C::tokens;
+                    store_shared_u32(base + FOUND_OFFSET, e + i);
+                    store_shared_u32(base + FOUND_OFFSET + 4, min(at[i + 1] - at[i] - skip, (u32)C::tokens));
+                    store_shared_u32(base + FOUND_OFFSET + 8, at[i] + skip);
+                }
+                wanted -= tiles[i];  // below zero, which is more than any tiles, once it was found
+            }
+    }
+    if (all <= tile) return make_int4(-1, 0, 0, 0);
+    __syncthreads();
+    return make_int4(load_shared_u32(base + FOUND_OFFSET), load_shared_u32(base + FOUND_OFFSET + 8),
+                     load_shared_u32(base + FOUND_OFFSET + 4), 0);
+}
+#endif
+
 DEVICE float widened(const void* p, u64 at, u32 kind) {
     return kind == 1 ? Type::widen(load_global_16((const u16*)p + at)) : load_global_float((const float*)p + at);
 }
@@ -120,10 +177,12 @@ struct Experts {
         if (threadIdx.x < w.tokens) {
             const u32 at = w.base + threadIdx.x * 4;
             u32 row = w.first + threadIdx.x;  // or pair
-            if (!w.a.tiles)
-                row = load_shared_u32(at + PAIR_OFFSET);
-            else if (w.a.pairs)
-                row = w.a.pairs[row];
+            if (PRODUCT != GROUPED) {
+                if (!w.a.tiles)
+                    row = load_shared_u32(at + PAIR_OFFSET);
+                else if (w.a.pairs)
+                    row = w.a.pairs[row];
+            }
             store_shared_u32(at + PAIR_OFFSET, row);
             store_shared_u32(at + SOURCE_OFFSET, (PRODUCT == FIRST ? row / w.a.top_k : row) * (u32)(w.a.x_stride / 8));
             if (w.a.router) w.router = load_global_float(w.a.router + row);
@@ -199,9 +258,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, CTAS_PER_SM) experts(const
         const int4 found = load_global_int4(a.tiles + token_tile);
         expert = found.x, first = found.y, rows = found.z;
     } else {
+#if PRODUCT == 2
+        const int* offsets = (const int*)a.ids.ids;
+        const u32 begin = group_offset(offsets, 0, a.count), end = group_offset(offsets, a.ids.experts, a.count);
+        const int4 found = find_group(offsets, a.ids.experts, a.count, token_tile, base);
+        expert = found.x, first = found.y, rows = found.z;
+        zero_other_rows((u16*)a.out, a.count, a.n, begin, end, (u64)blockIdx.x * THREADS + threadIdx.x,
+                        (u64)gridDim.x * THREADS);
+#else
         if (threadIdx.x < 32) find(a.ids, a.count, token_tile, base, threadIdx.x);
         __syncthreads();
         expert = load_shared_u32(base + FOUND_OFFSET), rows = load_shared_u32(base + FOUND_OFFSET + 4);
+#endif
     }
     if (expert < 0) {
         // A grid that is complete means to the next one that those before it are, too.

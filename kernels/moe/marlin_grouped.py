@@ -1,7 +1,8 @@
 """`marlin_grouped`: grouped_gemm for few rows per expert, from the fragment layout; CUDA C++ for sm_80 and newer.
 
 out[rows of e] = x[rows of e] . W_e^T * global_scale_e, float32 accumulation, one rounding: `marlin`'s tiles on the rows
-of each expert. Any number of rows is right; above some 64 per expert their products would want larger tiles.
+of each expert. Up to DIRECT_ROWS rows it is one launch, whose blocks find their tiles by the offsets; beyond, a launch
+before it lists the tiles. Any number of rows is right; above some 64 per expert their products would want larger tiles.
 """
 
 from __future__ import annotations
@@ -17,13 +18,16 @@ from ..cuda.compile import cuda_sources
 from ..kernel import Config, Kernel, Space
 from ..problem import Device, Problem, Verdict
 from ._marlin_experts import SHAPES, SPLITS, TOKENS, best, fits, fits_tokens, product_us, sizes, tile
-from ._marlin_product import GROUPED, SOURCE, MarlinExperts, Product
+from ._marlin_product import GROUPED, NO_IDS, SOURCE, MarlinExperts, Product
 from .cuda_routing import ROUTE, CudaRouting
+from .routing import most_tiles
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from .arguments import GroupedLauncher
+
+DIRECT_ROWS = 512  # up to here no tiles are listed: every block looks at all offsets, and there are few blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +88,10 @@ def _default(device: Device, problem: Problem, m: int) -> MarlinGroupedConfig:
 class _Launch:
     def __init__(self, device: Device, problem: Problem, config: MarlinGroupedConfig) -> None:
         (size,), c = sizes(problem), tile(device, config.tokens, config.shape, config.split)
-        self.tokens = config.tokens
+        self.experts, self.tokens = problem.experts, config.tokens
         self.routing = CudaRouting(device, problem.experts)
         self.product = Product(GROUPED, device, problem, size, problem.n, c)
+        self._loaded = False
 
     def __call__(
         self,
@@ -98,7 +103,17 @@ class _Launch:
         out: Tensor,
     ) -> None:
         """The launcher: see `arguments.GroupedLauncher`."""
-        found = self.routing.groups(expert_offsets, out, self.tokens)
+        if not self._loaded:  # all of it: nothing may be loaded within a graph capture later
+            self.routing._groups.load(out.get_device())  # not all: this one has room for more experts
+            self.product.load(out.get_device())
+            self._loaded = True
+        m = out.shape[0]
+        if m <= DIRECT_ROWS:
+            most, tiles_at = most_tiles(m, self.experts, self.tokens), 0
+            ids, count = (expert_offsets.data_ptr(), 0, 1, 0, 0, self.experts), m
+        else:
+            listed = self.routing.groups(expert_offsets, out, self.tokens)  # referred to until the product is launched
+            most, tiles_at, ids, count = listed.most_tiles, listed.tiles.data_ptr(), NO_IDS, 0
         self.product(
             torch._C._cuda_getCurrentRawStream(out.get_device()),
             out.device,
@@ -107,8 +122,10 @@ class _Launch:
             global_scale,
             out.data_ptr(),
             row=x.stride(0),
-            most_tiles=found.most_tiles,
-            tiles=found.tiles.data_ptr(),
+            most_tiles=most,
+            tiles=tiles_at,
+            ids=ids,
+            count=count,
         )
 
 

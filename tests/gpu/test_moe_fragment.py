@@ -34,13 +34,13 @@ def kernel_of(problem):
 
 
 def problems():
-    """Each with its Ms: up to 64 pairs without a routing, several tiles an expert, a number of parts of every size."""
+    """Each with its Ms: with a list of tiles or without, several tiles an expert, a number of parts of every size."""
     for i, entry in enumerate(ACTIVATIONS):
         dtype = ("bfloat16", "float16")[i % 2]
         yield replace(SKEWED, activation=entry.name, dtype=dtype, top_k=4, n=352 - 16 * i), (1, 3, 16, 17, 64, 300)
         yield replace(SKEWED, activation=entry.name, dtype=dtype, top_k=1, experts=3, k=1040), (1, 2, 64, 65)
     yield replace(QWEN, experts=32), (1, 8, 64)
-    yield Problem(op="grouped_gemm", n=1000, k=1040, experts=20), (1, 8, 64, 300)
+    yield Problem(op="grouped_gemm", n=1000, k=1040, experts=20), (1, 8, 64, 300, 600)
     yield Problem(op="grouped_gemm", n=129, k=2048, experts=3, dtype="float16"), (7, 200)
 
 
@@ -125,6 +125,26 @@ def test_a_graph_follows_new_ids(m):
             mine.copy_(its)
         if seed == 3:
             case.ids.fill_(5)
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        case.compare(out)
+
+
+@pytest.mark.parametrize(("m", "called"), [(20, 700), (512, 700), (513, 20)])
+def test_a_graph_of_grouped_follows_new_offsets(m, called):
+    """Tiles by offsets, or from a list, whichever way the call before the capture went."""
+    problem = Problem(op="grouped_gemm", n=520, k=512, experts=600)
+    launcher = launcher_of(problem, m)
+    run(launcher, case_of(problem, called, 0))
+    case = case_of(problem, m, 0)
+    w, out = case.packed, torch.empty(case.shape, dtype=case.x.dtype, device=GPU)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launcher(case.x, w.data, w.scale, w.global_scale, case.offsets, out)
+    for seed in range(4):
+        case.offsets.copy_(case_of(problem, m, seed).offsets)
         out.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()

@@ -8,7 +8,7 @@ from nvfp4.dispatch.segments import decide
 from nvfp4.kernels import registry
 from nvfp4.kernels.cuda import program_cache
 from nvfp4.kernels.gemm._marlin_model import register_cap
-from nvfp4.kernels.moe import marlin_grouped, marlin_moe
+from nvfp4.kernels.moe import _marlin_product, marlin_grouped, marlin_moe
 from nvfp4.kernels.moe._marlin_experts import (
     SHAPES,
     TOKENS,
@@ -20,7 +20,7 @@ from nvfp4.kernels.moe._marlin_experts import (
     smem_bytes,
     tile,
 )
-from nvfp4.kernels.moe._marlin_product import FIRST, SECOND, _compiled
+from nvfp4.kernels.moe._marlin_product import FIRST, SECOND, Product, _compiled
 from nvfp4.kernels.moe.activations import ACTIVATIONS
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.kernels.untuned import untuned_layout
@@ -133,9 +133,8 @@ def test_what_takes_longer_is_predicted_to():
 
 def check(device, kind, problem, size, c, *, scaled):
     """Shared memory is compared in the source, by a static assertion: what compiles has the size that was predicted."""
-    launch = _compiled(
-        device, problem, size, c, scaled=scaled, pdl=False, PRODUCT=kind, ACTIVATION=NUMBERS[problem.activation]
-    )
+    number = NUMBERS.get(problem.activation, 0)
+    launch = _compiled(device, problem, size, c, scaled=scaled, pdl=False, PRODUCT=kind, ACTIVATION=number)
     code = launch.compiled
     assert code.spill_bytes == 0 and code.stack_bytes == 0, (c, kind, "registers are spilled")
     assert code.registers <= register_cap(c, blocks_per_sm(device, c)), (c, kind)
@@ -153,6 +152,29 @@ def test_defaults_compile_without_spills(arch):
         for scaled in (False, True) if arch == "sm_90" else (bool((turn + i) % 2),):
             check(device, FIRST, problem, first, first_tile, scaled=scaled)
         check(device, SECOND, problem, second, second_tile, scaled=False)
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+def test_defaults_of_grouped_compile_without_spills(arch):
+    """With and without a list of tiles: one kernel."""
+    device = DEVICES[arch]
+    for problem, m in ((GROUPED, 8), (replace(GROUPED, dtype="float16"), 512), (GROUPED, 4096)):
+        (size,), config = sizes(problem), marlin_grouped.KERNEL.default_config(device, problem, m)
+        c = tile(device, config.tokens, config.shape, config.split)
+        check(device, _marlin_product.GROUPED, problem, size, c, scaled=False)
+
+
+@pytest.mark.parametrize("asked", ["", "1"])
+def test_who_may_start_before_the_kernel_ahead_ends(asked, monkeypatch):
+    """After a kernel of our own, always; after others, without a list, only where that is asked for."""
+    monkeypatch.setenv("NVFP4_PDL", asked)
+    monkeypatch.setattr(_marlin_product, "_compiled", lambda *_, pdl, **__: pdl)
+    for kind, problem in ((FIRST, QWEN), (SECOND, QWEN), (_marlin_product.GROUPED, GROUPED)):
+        size = sizes(problem)[0]
+        for device, chained in ((H200, True), (DEVICES["sm_80"], False)):
+            launches = Product(kind, device, problem, size, problem.n, tile(device, 8, "2x4x1x1x2", 1)).launches
+            assert all(pdl == (bool(asked) if first else chained) for (first, _), pdl in launches.items())
+            assert any(first for first, _ in launches) == (kind != SECOND)
 
 
 @pytest.mark.parametrize("arch", DEVICES)

@@ -1,7 +1,10 @@
 """`marlin_moe` and `marlin_grouped` run on NumPy: the PTX that NVRTC makes, through their launchers, all of a chain."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+from nvfp4.kernels.cuda.launch import CudaLaunch
 from nvfp4.kernels.moe import marlin_grouped, marlin_moe
 from nvfp4.kernels.moe._marlin_experts import sizes, tile
 from nvfp4.kernels.moe.activations import ACTIVATIONS
@@ -9,6 +12,7 @@ from nvfp4.kernels.moe.marlin_grouped import MarlinGroupedConfig
 from nvfp4.kernels.moe.marlin_moe import MarlinMoeConfig
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.kernels.weights.fragment import padded
+from nvfp4.testing.close import assert_gemm_close
 from nvfp4.testing.experts import experts_case
 from nvfp4.testing.ptx_launch import simulated
 
@@ -27,13 +31,13 @@ def tiles_of(device, config):
     return (tile(device, config.tokens, config.shape, config.split),)
 
 
-def run(capability, problem, config, m, seed, order=0, changes=(), case=None):
+def run(capability, problem, config, m, seed, order=0, changes=(), case=None, out=None):
     """The case, its result, and the kernels that were launched."""
     device, kernel = card(capability), KERNELS[problem.op]
     for size, c in zip(sizes(problem), tiles_of(device, config), strict=True):
         assert padded(size.k) // 64 % c.chunk == 0, "not a config that is valid anywhere"
     case = case or experts_case(problem, m, seed, CPU, layout_id=kernel.layout(device, problem))
-    out = torch.full(case.shape, torch.nan, dtype=case.x.dtype)
+    out = torch.full(case.shape, torch.nan, dtype=case.x.dtype) if out is None else out
     before = [tensor.clone() for tensor in case.tensors()]
     with simulated([*case.tensors(), out], seed=order, changes=changes) as launched:
         case.launch(kernel.build(device, problem, config), out)
@@ -110,15 +114,137 @@ GROUPS = [
 ]
 
 
+ONE, LISTED = ["experts"], ["tile_groups", "experts"]
+
+
+@pytest.mark.parametrize("launches", [ONE, LISTED], ids=["by offsets", "listed"])
 @pytest.mark.parametrize(("capability", "size", "m", "chosen", "seed"), GROUPS, ids=str)
-def test_grouped(capability, size, m, chosen, seed):
+def test_grouped(capability, size, m, chosen, seed, launches, monkeypatch):
     n, k, experts, dtype = size
     problem = Problem(op="grouped_gemm", n=n, k=k, experts=experts, dtype=dtype)
     tokens, shape, split = chosen
     chosen = MarlinGroupedConfig(tokens=tokens, shape=shape, split=split)
+    if launches == LISTED:
+        monkeypatch.setattr(marlin_grouped, "DIRECT_ROWS", m - 1)
     case, out, launched = run(capability, problem, chosen, m, seed, order=seed)
     case.compare(out)
-    assert launched == ["tile_groups", "experts"]
+    assert launched == launches
+
+
+@pytest.mark.parametrize(("more", "launches"), [(0, ONE), (1, LISTED)])
+def test_launches_of_grouped(more, launches):
+    m = marlin_grouped.DIRECT_ROWS + more
+    problem = Problem(op="grouped_gemm", n=16, k=16, experts=3)
+    case, out, launched = run((9, 0), problem, MarlinGroupedConfig(tokens=64, shape="2x4x1x1x2", split=1), m, 0)
+    case.compare(out)
+    assert launched == launches
+
+
+def test_the_first_call_of_grouped_loads_what_later_ones_launch(monkeypatch):
+    """Nothing may be loaded within a graph capture."""
+    problem = Problem(op="grouped_gemm", n=16, k=16, experts=3)
+    kernel, device, loaded = KERNELS["grouped_gemm"], card((9, 0)), []
+    case = experts_case(problem, 5, 0, CPU, layout_id=kernel.layout(device, problem))
+    out = torch.full(case.shape, torch.nan, dtype=case.x.dtype)
+    with simulated([*case.tensors(), out]):
+        launcher = kernel.build(device, problem, MarlinGroupedConfig(tokens=8, shape="2x4x1x1x2", split=1))
+        monkeypatch.setattr(CudaLaunch, "load", lambda self, index: loaded.append(self))
+        for _ in range(2):
+            case.launch(launcher, out)
+        monkeypatch.undo()
+    assert loaded == [launcher.routing._groups, *launcher.product.launches.values()]
+    assert len(set(loaded)) == 3
+
+
+def cut(experts, m, seed, first=0, last=None):
+    """Ascending offsets, some equal."""
+    g = torch.Generator().manual_seed(seed)
+    last = m if last is None else last
+    return [first, *torch.randint(first, last + 1, (experts - 1,), generator=g).sort().values.tolist(), last]
+
+
+# M, N and offsets. 128 threads look at 512 experts a turn; N = 19 is zeroed one by one.
+OFFSETS = {
+    "experts without rows": (40, 16, [0, 0, 17, 17, 26, 40]),
+    "one of few has all rows": (25, 16, [0, 0, 0, 25, 25, 25]),
+    "one of many has all rows": (25, 16, [0] * 217 + [25] * 84),
+    "rows of no expert": (40, 16, cut(5, 40, 1, 7, 31)),
+    "rows of no expert, one by one": (40, 19, cut(5, 40, 2, 7, 31)),
+    "hardly any row has an expert": (33, 1, [15, 15, 15, 16, 16, 16]),
+    "no row has an expert": (33, 16, [9] * 6),
+    "no row has an expert, they begin behind": (33, 19, [33] * 6),
+    "outside": (30, 16, [-5, 4, 4, 1 << 30]),
+    "all outside": (30, 16, [-(1 << 31), -1, -1, -1]),
+    "a single expert": (21, 16, [0, 21]),
+    "a single expert with some": (21, 16, [3, 20]),
+    "a single row": (1, 16, [0, 0, 1]),
+    "300 experts": (60, 16, cut(300, 60, 3, 2, 55)),
+    "the last of a turn": (30, 16, [0] * 512 + [30] * 3),
+    "the first of the next turn": (30, 16, [0] * 513 + [30] * 3),
+    "three turns": (50, 16, cut(1100, 50, 4, 1, 48)),
+}
+
+
+@pytest.mark.parametrize("name", OFFSETS)
+def test_offsets_of_grouped(name, monkeypatch):
+    """The result is right, and that with a list has the same bits; nothing is written before and behind out."""
+    m, n, offsets = OFFSETS[name]
+    problem = Problem(op="grouped_gemm", n=n, k=64, experts=len(offsets) - 1)
+    chosen = MarlinGroupedConfig(tokens=8, shape="2x4x1x1x2", split=1)
+    layout_id = KERNELS["grouped_gemm"].layout(card((9, 0)), problem)
+    case = experts_case(problem, m, 2, CPU, layout_id=layout_id)
+    x = torch.randn(m, 64, generator=torch.Generator().manual_seed(len(name))).bfloat16()
+    case = replace(case, x=x, offsets=torch.tensor(offsets, dtype=torch.int32))
+    found = []
+    for most, launches in ((m, ONE), (m - 1, LISTED)):
+        monkeypatch.setattr(marlin_grouped, "DIRECT_ROWS", most)
+        whole = torch.full((m + 16, n), torch.nan, dtype=x.dtype)
+        _, out, launched = run((9, 0), problem, chosen, m, 0, order=len(name), case=case, out=whole[8:-8])
+        assert launched == launches
+        assert whole[:8].isnan().all() and whole[-8:].isnan().all()
+        found.append(out)
+    direct, listed = found
+    assert torch.equal(direct, listed)
+    ref, magnitude = replace(case, offsets=case.offsets.clamp(0, m)).exact()
+    assert_gemm_close(direct, ref, k=64, dtype=x.dtype, magnitude=magnitude)
+    assert (direct[ref.abs().sum(1) == 0] == 0).all()
+
+
+@pytest.mark.parametrize("offsets", [[0, 30, 0, 30], [-5, 40, 1 << 30, -1], [30, 0, 0, 30], [29, -(1 << 31), 99, 3]])
+def test_descending_offsets_lead_to_no_other_memory(offsets):
+    """What the simulation would notice, and what lies before and behind out."""
+    problem = Problem(op="grouped_gemm", n=16, k=64, experts=3)
+    case = experts_case(problem, 30, 2, CPU, layout_id=KERNELS["grouped_gemm"].layout(card((9, 0)), problem))
+    case = replace(case, offsets=torch.tensor(offsets, dtype=torch.int32))
+    whole = torch.full((46, 16), torch.nan, dtype=case.x.dtype)
+    chosen = MarlinGroupedConfig(tokens=8, shape="2x4x1x1x2", split=1)
+    _, _, launched = run((9, 0), problem, chosen, 30, 0, case=case, out=whole[8:-8])
+    assert launched == ONE
+    assert whole[:8].isnan().all() and whole[-8:].isnan().all()
+
+
+FAULTS = {
+    "sums that other warps have not written": (
+        "store_shared_u32(sums + warp * 4, end);\n        __syncthreads();",
+        "store_shared_u32(sums + warp * 4, end);",
+    ),
+    "a tile that its thread has not written": (
+        "return make_int4(-1, 0, 0, 0);\n    __syncthreads();",
+        "return make_int4(-1, 0, 0, 0);",
+    ),
+    "sums of the next turn in the same place": ("sums = 2 * (base + SUMS_OFFSET) + WARPS * 4 - sums;", ""),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_the_search_by_offsets_is_seen(name):
+    problem = Problem(op="grouped_gemm", n=16, k=64, experts=1100)
+    layout_id = KERNELS["grouped_gemm"].layout(card((9, 0)), problem)
+    case = experts_case(problem, 20, 2, CPU, layout_id=layout_id)
+    case = replace(case, offsets=torch.tensor(cut(1100, 20, 0), dtype=torch.int32))
+    chosen = MarlinGroupedConfig(tokens=8, shape="2x4x1x1x2", split=1)
+    with pytest.raises(AssertionError, match="may be"):
+        run((9, 0), problem, chosen, 20, 0, changes=(FAULTS[name],), case=case)
 
 
 def test_a_fault_in_the_order_is_seen():
