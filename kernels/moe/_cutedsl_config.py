@@ -19,10 +19,21 @@ from ._cutedsl_experts.shape import ExpertShape
 __all__ = ["CuteDslExpertsConfig", "Size", "best", "is_valid", "predicted_us", "shapes", "sizes", "space", "supports"]
 
 # Rows of x in a tile, and into how many pieces it may be cut: the last tile of an expert is seldom full.
-PIECES = {16: (1,), 32: (1, 2), 48: (3,), 64: (2, 4), 96: (2,), 128: (2, 4), 192: (4,), 256: (4,)}
+PIECES = {
+    16: (1,),
+    32: (1, 2),
+    48: (3,),
+    64: (2, 4),
+    96: (2, 3, 6),
+    128: (2, 4, 8),
+    160: (10,),
+    192: (4, 12),
+    256: (4, 8),
+}
 TILES = ((64, 1), (128, 1), (128, 2), (256, 2))  # rows of W and the warpgroups that share them
 STAGES = (3, 4, 5, 6, 8)
 BETWEEN_STAGES = 5  # which only large tiles need
+MANY_PIECES = 4  # of a tile, above which ptxas overlaps the wgmmas only of warpgroups of 64 rows
 MANY = 256  # rows per expert, above which tiles are all but full
 BYTES_PER_WEIGHT = 0.5625
 
@@ -117,6 +128,8 @@ def is_valid(device: Device, problem: Problem, config: CuteDslExpertsConfig, m: 
         return Verdict.no(
             f"not a tile: {c.rows} rows of {c.warpgroups} warpgroups, {c.tokens} tokens, {c.pieces} pieces"
         )
+    if c.pieces > MANY_PIECES and c.rows // c.warpgroups > 64:
+        return Verdict.no(f"{c.pieces} pieces of {c.rows // c.warpgroups} rows a warpgroup: wgmmas would wait for each other")
     if c.tokens > 16 and c.tokens >= 4 * rows:
         return Verdict.no(f"tiles of {c.tokens} rows, and an expert has {rows:.1f} in the mean")
     if c.tokens < min(rows / 4, 128):
@@ -140,7 +153,7 @@ def space(device: Device, problem: Problem) -> Space[CuteDslExpertsConfig]:
         {
             "rows": (64, 128, 256),
             "tokens": tuple(PIECES),
-            "pieces": (1, 2, 3, 4),
+            "pieces": tuple(sorted({pieces for some in PIECES.values() for pieces in some})),
             "block_k": (64, 128),
             "warpgroups": (1, 2),
             "stages": STAGES,
@@ -177,7 +190,7 @@ def usual(device: Device, problem: Problem) -> Iterator[CuteDslExpertsConfig]:
             config = CuteDslExpertsConfig(
                 rows=rows,
                 tokens=tokens,
-                pieces=pieces[0] if (rows, tokens) == (256, 128) else pieces[-1],
+                pieces=pieces[0] if (rows, tokens) == (256, 128) else _finest(pieces, rows // (1 if two else 2)),
                 block_k=64 if prefetch or rows == 256 else 128,
                 warpgroups=1 if two else 2,
                 stages=0,
@@ -188,6 +201,11 @@ def usual(device: Device, problem: Problem) -> Iterator[CuteDslExpertsConfig]:
             stages = _deepest(device, problem, config)
             if stages:
                 yield replace(config, stages=stages)
+
+
+def _finest(pieces: tuple[int, ...], rows: int) -> int:
+    """The most pieces for warpgroups of so many rows."""
+    return max((n for n in pieces if rows <= 64 or n <= MANY_PIECES), default=min(pieces))
 
 
 @cache

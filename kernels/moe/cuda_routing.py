@@ -40,7 +40,7 @@ class Tiles:
     """Tiles of rows, expert by expert."""
 
     tiles: Tensor  # int32 [most_tiles, 4]: expert (-1: nothing to do), first row or position in pairs, rows, 0
-    count: Tensor  # int32 [1]: how many have an expert
+    count: Tensor  # int32 [3]: how many have an expert, and two zeros for products that take them in turns
     most_tiles: int  # a launch's upper bound
 
 
@@ -104,7 +104,7 @@ class CudaRouting:
         count = topk_ids.numel()
         most = most_tiles(count, self.experts, tile_rows)
         blocks, share = parts(count)
-        sizes = 4 * most, self.experts + 1, count, 1, blocks * self.experts
+        sizes = 4 * most, self.experts + 1, count, 3, blocks * self.experts
         space = topk_ids.new_empty(sum(sizes), dtype=torch.int32)
         tiles, offsets, pairs, number, counts = space.split_with_sizes(sizes)
         stream = torch._C._cuda_getCurrentRawStream(topk_ids.get_device())
@@ -134,8 +134,8 @@ class CudaRouting:
         """
         m, n = out.shape
         most = most_tiles(m, self.experts, tile_rows)
-        space = expert_offsets.new_empty(4 * most + 1)
-        tiles, number = space.split_with_sizes((4 * most, 1))
+        space = expert_offsets.new_empty(4 * most + 3)
+        tiles, number = space.split_with_sizes((4 * most, 3))
         self._groups.launch(
             1 + min(MAX_ZERO_BLOCKS, -(-m * n // ZEROS)),
             1,

@@ -39,16 +39,25 @@ class CudaSum:
         self._most_blocks = BLOCKS_PER_UNIT * device.units
         self._sum = CudaLaunch(
             compile_cuda(SUM, device.capability, entry="sum", defines={"HALF": int(dtype == "float16")}),
-            fields=IDS + "2P3I",
+            fields=IDS + "3P3I",
             block=THREADS,
             smem_bytes=0,
             pdl=pdl,
         )
 
-    def __call__(self, results: Tensor, topk_ids: Tensor, expert_map: Tensor | None, experts: int, out: Tensor) -> None:
+    def __call__(
+        self,
+        results: Tensor,
+        topk_ids: Tensor,
+        expert_map: Tensor | None,
+        experts: int,
+        out: Tensor,
+        router: Tensor | None = None,
+    ) -> None:
         """out[t] = rounded sum of results [T * top_k, N] float32 over the slots that `local_experts` keeps.
 
-        N is a multiple of 4, and all tensors are contiguous.
+        Each times its router's weight, float32 [T, top_k], where they are given. N is a multiple of 4, and all tensors
+        are contiguous.
         """
         tokens, n = out.shape
         self._sum.launch(
@@ -58,6 +67,7 @@ class CudaSum:
             torch._C._cuda_getCurrentRawStream(out.get_device()),
             *id_fields(topk_ids, expert_map, experts),
             results.data_ptr(),
+            0 if router is None else router.data_ptr(),
             out.data_ptr(),
             n,
             topk_ids.shape[1],

@@ -2,8 +2,8 @@
 
 A chain of kernels, each of which may start while the one before it ends: routing; x in the order of the sorted pairs,
 with pre_quant_scale; first product with global scales, bias, activation and one rounding; second product with global
-scale, bias and the router's weight, in float32; the sum over each token's experts in the order of its slots, and one
-rounding. The products are those of `cutedsl_grouped`. Results do not change from run to run, and nothing is read back
+scale and bias, in float32; the sum over each token's experts times the router's weights, in the order of its slots, and
+one rounding. The products are those of `cutedsl_grouped`. Results do not change from run to run, and nothing is read back
 to the host.
 
 Many tokens go through the chain in parts, so that what stands between its kernels stays within WORKSPACE_BYTES.
@@ -101,11 +101,12 @@ class _Launch:
             a.w2_scale_2,
             routed,
             results,
+            turn=1,
             bias=a.w2_bias,
             pairs=routed.pairs,
-            factors=None if a.weights_on_input else factors,
         )
-        self.sum(results, a.topk_ids, a.expert_map, p.experts, out)
+        router = None if a.weights_on_input else a.topk_weights
+        self.sum(results, a.topk_ids, a.expert_map, p.experts, out, router)
 
 
 KERNEL: Kernel = CuteDslMoe()

@@ -14,7 +14,7 @@ constexpr u32 COUNT_THREADS = 256;
 
 struct Tiles {
     int4* list;     // [most] expert or -1 (none), its first row or position in `pairs`, rows, 0; expert by expert
-    int* count;     // of those with an expert
+    int* count;     // of those with an expert; and two zeros behind it
     u32 most, rows; // in the list; of a tile at most
 };
 
@@ -80,7 +80,7 @@ DEVICE void write_tiles(const Tiles& a, const u32* first, const u32* rows, const
             if (tile[e] + i < a.most)  // offsets that descend may ask for more
                 a.list[tile[e] + i] = make_int4(e, first[e] + i * a.rows, min(rows[e] - i * a.rows, a.rows), 0);
     for (u32 i = all + thread; i < a.most; i += threads) a.list[i] = make_int4(-1, 0, 0, 0);
-    if (thread == 0) *a.count = min(all, a.most);
+    if (thread < 3) a.count[thread] = thread ? 0 : min(all, a.most);
 }
 
 DEVICE void add_counts(u32* counts, const int (&expert)[AHEAD]) {

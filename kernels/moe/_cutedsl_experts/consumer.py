@@ -53,38 +53,38 @@ class ExpertConsumer(Consumer):
         c = self.shape
         stage = Int32(0)
         phase = Int32(0)
-        left = self.work.segments * self.work.k_tiles
-        if left > 0:
-            if const_expr(c.prefetch):
-                cute.arch.mbarrier_wait(self.bars, 0)
-                self.fetch(stage)
-            row, expert, first, rows = self.work.place(Int32(0))
-            for index in cutlass.range(self.work.segments, unroll=1):
-                rows = self.work.uniform(rows)
-                scales = self.epilogue.scales(row, expert, first, rows)  # on their way while the tile is multiplied
-                following = self.work.place(index + 1)
-                stage, phase, left = self.multiply_pieces(self.work.pieces(rows), 1, stage, phase, left)
-                self.epilogue.finish_tile(self.acc, row, first, rows, scales)
-                row, expert, first, rows = following
+        slot = Int32(0)
+        cute.arch.mbarrier_wait(self.bars, 0)
+        row, expert, first, rows = self.work.told(slot)
+        if const_expr(c.prefetch):
+            self.fetch(stage)
+        while cute.arch.make_warp_uniform(expert) >= 0:
+            rows = cute.arch.make_warp_uniform(rows)  # as the branches between wgmmas need them
+            scales = self.epilogue.scales(row, expert, first, rows)  # on their way while the tile is multiplied
+            stage, phase = self.multiply_pieces(self.work.pieces(rows), 1, stage, phase)
+            self.epilogue.finish_tile(self.acc, row, first, rows, scales)
+            slot = self.work.next_slot(slot)
+            cute.arch.mbarrier_wait(self.bars + stage, phase)
+            row, expert, first, rows = self.work.told(slot)
 
     @cute.jit
-    def multiply_pieces(
-        self, pieces: Int32, way: cutlass.Constexpr[int], stage: Int32, phase: Int32, left: Int32
-    ) -> Any:
+    def multiply_pieces(self, pieces: Int32, way: cutlass.Constexpr[int], stage: Int32, phase: Int32) -> Any:
         """Multiply a tile of at least `way` pieces."""
         if const_expr(way == self.shape.pieces):
-            stage, phase, left = self.multiply_way(way, stage, phase, left)
+            stage, phase = self.multiply_way(way, stage, phase)
         else:
             if pieces == way:
-                stage, phase, left = self.multiply_way(way, stage, phase, left)
+                stage, phase = self.multiply_way(way, stage, phase)
             else:
-                stage, phase, left = self.multiply_pieces(pieces, way + 1, stage, phase, left)
-        return stage, phase, left
+                stage, phase = self.multiply_pieces(pieces, way + 1, stage, phase)
+        return stage, phase
 
     @cute.jit
-    def multiply_way(self, way: cutlass.Constexpr[int], stage: Int32, phase: Int32, left: Int32) -> Any:
+    def multiply_way(self, way: cutlass.Constexpr[int], stage: Int32, phase: Int32) -> Any:
         """Multiply a tile of that many pieces."""
         tiled_mma, acc, x = self.ways[way - 1]
         self.acc.fill(0.0)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
-        return self.multiply(tiled_mma, acc, x, Int32(0), self.work.k_tiles, stage, phase, left)
+        # There always is a next stage: the last says that no tile follows.
+        stage, phase, _ = self.multiply(tiled_mma, acc, x, Int32(0), self.work.k_tiles, stage, phase, self.work.k_tiles + 1)
+        return stage, phase

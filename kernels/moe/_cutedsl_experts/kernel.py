@@ -34,7 +34,7 @@ class Product:
         operation: Any = cpasync.CopyBulkTensorTileG2SOp()
         x_copy, x_tensor = cpasync.make_tiled_tma_atom(operation, tensor, stage, (c.tokens, c.block_k))
         a, i, f = Int64(0), Int32(0), Float32(0.0)
-        self.kernel(x_copy, x_tensor, a, a, a, a, a, a, a, a, a, i, i, i, i, i, i, i, f, f, f).launch(
+        self.kernel(x_copy, x_tensor, a, a, a, a, a, a, a, a, a, a, i, i, i, i, i, i, i, f, f, f).launch(
             grid=[1, 1, 1],
             block=[c.threads, 1, 1],
             smem=c.smem_bytes,
@@ -55,6 +55,7 @@ class Product:
         bias: Int64,  # [E, n], or [E, 2 n] behind a gate
         tiles: Int64,  # int32 [count, 4]: expert, first position, rows
         count: Int64,  # int32
+        taken: Int64,  # int32, zero: tiles that blocks have taken behind their first
         pairs: Int64,  # int32, by position
         factors: Int64,  # float32, by position; 0: none
         vector: Int64,  # [n] or [E, n] of x's type; 0: none
@@ -86,7 +87,7 @@ class Product:
             cute.arch.barrier(barrier_id=READY_BARRIER, number_of_threads=WARPGROUP * c.warpgroups + 32)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
-        work = ExpertWork(c, tiles, count, n, blocks, k_blocks, band)
+        work = ExpertWork(c, ring, tiles, count, taken, n, blocks, k_blocks, band)
         if warp >= producer_warp:
             if const_expr(c.consumer_registers):
                 cute.arch.setmaxregister_decrease(c.producer_registers)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FIELDS", "ProductLaunch", "arguments", "source_files"]
 
-# The kernel's parameters, in the order of its signature: map of x, its shape, nine addresses, seven integers, three
+# The kernel's parameters, in the order of its signature: map of x, its shape, ten addresses, seven integers, three
 # constants of the activation.
-FIELDS = ("128s", "2i", *"PPPPPPPPP", *"iiiiiii", *"fff")
+FIELDS = ("128s", "2i", *"PPPPPPPPPP", *"iiiiiii", *"fff")
 NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
@@ -72,6 +72,7 @@ class ProductLaunch:
         tiles: Tiles,
         out: Tensor,
         *,
+        turn: int = 0,
         bias: Tensor | None = None,
         pairs: Tensor | None = None,
         factors: Tensor | None = None,
@@ -90,12 +91,14 @@ class ProductLaunch:
             Of `shape.tokens` rows at most.
         out
             By position [rows, n] in x's dtype, or of "summand" by pair [pairs, n] in float32.
+        turn
+            0 or 1: of two products of the same tiles each has a number of tiles taken.
         bias
             [E, n], behind a gate [E, 2 n]; in x's dtype or float32.
         pairs
             Int32, by position: the row of out. Of "summand" only.
         factors
-            Float32, by position: the router's weights.
+            Float32, by position: the router's weights on the input. Of "activated" only.
         vector
             [n] or [E, n] in x's dtype: multiplies what was activated and rounded.
         constants
@@ -116,6 +119,7 @@ class ProductLaunch:
             _address(bias),
             tiles.tiles.data_ptr(),
             tiles.count.data_ptr(),
+            tiles.count.data_ptr() + 4 * (1 + turn),
             _address(pairs),
             _address(factors),
             _address(vector),

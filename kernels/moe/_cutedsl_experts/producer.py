@@ -11,7 +11,7 @@ from ...gemm._cutedsl_wgmma.shape import BLOCK, BLOCK_BYTES
 from ...gemm._cutedsl_wgmma.work import Ring, advance
 from . import ptx
 from .shape import ExpertShape
-from .work import ExpertWork
+from .work import NO_EXPERT, ExpertWork
 
 BOX_COLUMNS = BLOCK  # that the 128-byte swizzle can have
 ROW_BYTES = 2 * BOX_COLUMNS
@@ -28,23 +28,39 @@ class ExpertProducer(Producer):
 
     @cute.jit
     def run(self):
-        """Load every k-tile of every piece of work, in the order in which they are multiplied."""
+        """Load every k-tile of every piece of work, in the order in which they are multiplied; then say that it ends."""
         c = self.shape
         stage = Int32(0)
         phase = Int32(1)
+        slot = Int32(0)
         expert_bytes = Int64(self.weight_blocks) * Int64(self.work.k_blocks) * BLOCK_BYTES
-        if self.work.segments > 0:
-            row, expert, first, rows = self.work.place(Int32(0))
-            for index in cutlass.range(self.work.segments, unroll=1):
-                weight = self.weight + Int64(expert) * expert_bytes
-                pieces = self.work.pieces(rows)
-                here, position = row, first
-                row, expert, first, rows = self.work.place(index + 1)
-                for k_tile in cutlass.range(self.work.k_tiles, unroll=1):
-                    cute.arch.mbarrier_wait(self.bars + c.stages + stage, phase)
-                    self.load_weights(stage, weight, here, k_tile, pieces * (c.step_tokens * c.block_k * 2))
-                    self.load_boxes(stage, position, pieces, k_tile)
-                    stage, phase = advance(stage, phase, c.stages)
+        expert = Int32(NO_EXPERT)
+        row = Int32(0)
+        first = Int32(0)
+        rows = Int32(0)
+        tile = self.work.group
+        if tile < self.work.total:
+            row, expert, first, rows = self.work.place(tile)
+            tile = self.work.take()
+        while cute.arch.make_warp_uniform(expert) >= 0:
+            weight = self.weight + Int64(expert) * expert_bytes
+            pieces = self.work.pieces(rows)
+            here = (row, expert, first, rows)
+            row, expert, first, rows = self.work.place(tile)
+            tile = self.work.take()
+            for k_tile in cutlass.range(self.work.k_tiles, unroll=1):
+                cute.arch.mbarrier_wait(self.bars + c.stages + stage, phase)
+                if k_tile == 0:
+                    with cute.arch.elect_one():
+                        self.work.tell(slot, *here)
+                self.load_weights(stage, weight, here[0], k_tile, pieces * (c.step_tokens * c.block_k * 2))
+                self.load_boxes(stage, here[2], pieces, k_tile)
+                stage, phase = advance(stage, phase, c.stages)
+            slot = self.work.next_slot(slot)
+        cute.arch.mbarrier_wait(self.bars + c.stages + stage, phase)
+        with cute.arch.elect_one():
+            self.work.tell(slot, row, Int32(NO_EXPERT), first, rows)
+            cute.arch.mbarrier_arrive(self.bars + stage)
 
     @cute.jit
     def load_boxes(self, stage: Int32, position: Int32, pieces: Int32, k_tile: Int32):

@@ -11,18 +11,21 @@ from cutlass.cutlass_dsl import T, dsl_user_op
 from ...gemm._cutedsl_wgmma.ptx import asm, several, unpack
 
 __all__ = [
+    "add_one",
+    "copy_out_if",
     "load_factor",
     "load_int",
     "load_pair",
-    "load_shared",
+    "load_slot",
     "load_tile",
+    "load_two",
     "load_vector",
     "load_x",
     "map_address",
     "scaled",
     "store_half",
-    "store_list",
     "store_shared",
+    "store_slot",
     "store_summands",
 ]
 
@@ -72,6 +75,32 @@ def load_vector(address: Int64, condition: Int32, float16: cutlass.Constexpr[boo
     return Int32(asm(T.i32(), args, text, "=&r,l,r", effects=True, loc=loc, ip=ip))
 
 
+# ---- tiles in turn ----
+
+
+@dsl_user_op
+def add_one(address: Int64, condition: Int32, *, loc=None, ip=None):
+    """What an int32 of global memory was before one was added; 0 and nothing added where the condition does not hold."""
+    text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1;}"
+    args = [Int64(address), Int32(condition)]
+    return Int32(asm(T.i32(), args, text, "=&r,l,r", effects=True, loc=loc, ip=ip))
+
+
+@dsl_user_op
+def store_slot(smem: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc=None, ip=None):
+    """Four int32 to shared memory."""
+    values = [Int32(smem), Int32(a), Int32(b), Int32(c), Int32(d)]
+    asm(None, values, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_slot(smem: Int32, *, loc=None, ip=None):
+    """Four int32 of shared memory."""
+    text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    found = asm(several("i32", 4), [Int32(smem)], text, "=r,=r,=r,=r,r", effects=True, loc=loc, ip=ip)
+    return unpack(found, Int32, 4, loc, ip)
+
+
 # ---- x ----
 
 
@@ -98,23 +127,18 @@ def load_x(smem: Int32, tensor_map: Int64, column: Int32, row: Int32, bar: Int32
 
 
 @dsl_user_op
-def store_list(smem: Int32, pair: Int32, factor: Float32, *, loc=None, ip=None):
-    """Eight bytes to shared memory: a token's pair and factor."""
-    values = [Int32(smem), Int32(pair), Float32(factor)]
-    text = "{.reg .b32 f; mov.b32 f, $2; st.shared.v2.b32 [$0], {$1, f};}"
-    asm(None, values, text, "r,r,f", effects=True, loc=loc, ip=ip)
+def store_shared(smem: Int32, value: Any, *, loc=None, ip=None):
+    """An int32 or a float32 to shared memory."""
+    kind = "f" if isinstance(value, Float32) else "r"
+    asm(None, [Int32(smem), value], "st.shared.b32 [$0], $1;", f"r,{kind}", effects=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def load_shared(smem: Int32, *, loc=None, ip=None):
-    """A float32 of shared memory."""
-    return Float32(asm(T.f32(), [Int32(smem)], "ld.shared.f32 $0, [$1];", "=f,r", effects=True, loc=loc, ip=ip))
-
-
-@dsl_user_op
-def store_shared(smem: Int32, value: Float32, *, loc=None, ip=None):
-    """A float32 to shared memory."""
-    asm(None, [Int32(smem), Float32(value)], "st.shared.f32 [$0], $1;", "r,f", effects=True, loc=loc, ip=ip)
+def load_two(smem: Int32, *, loc=None, ip=None):
+    """Two float32 of shared memory."""
+    text = "ld.shared.v2.f32 {$0, $1}, [$2];"
+    found = asm(several("f32", 2), [Int32(smem)], text, "=f,=f,r", effects=True, loc=loc, ip=ip)
+    return unpack(found, Float32, 2, loc, ip)
 
 
 @dsl_user_op
@@ -132,13 +156,43 @@ def store_half(smem: Int32, a: Int32, b: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def store_summands(smem: Int32, listed: Int32, out: Int64, stride: Int32, condition: Int32, *, loc=None, ip=None):
-    """Four float32 of a token, times its factor, to the row of its pair; rows are `stride` bytes apart."""
+def copy_out_if(smem: Int32, address: Int64, condition: Int32, *, loc=None, ip=None):
+    """Sixteen bytes from shared to global memory; neither is touched where the condition does not hold.
+
+    The zeros keep ptxas from holding four registers for each such copy from the kernel's beginning on.
+    """
     text = (
-        "{.reg .pred p; .reg .f32 a, b, c, d, f; .reg .b32 pair; .reg .b64 at; setp.ne.b32 p, $4, 0;"
-        "ld.shared.v4.f32 {a, b, c, d}, [$0]; ld.shared.b32 pair, [$1]; ld.shared.f32 f, [$1 + 4];"
-        "mul.rn.f32 a, a, f; mul.rn.f32 b, b, f; mul.rn.f32 c, c, f; mul.rn.f32 d, d, f;"
-        "mul.wide.u32 at, pair, $3; add.s64 at, at, $2; @p st.global.v4.f32 [at], {a, b, c, d};}"
+        "{.reg .pred p; .reg .b32 a, b, c, d; setp.ne.b32 p, $2, 0; mov.b32 a, 0; mov.b32 b, 0; mov.b32 c, 0;"
+        "mov.b32 d, 0; @p ld.shared.v4.b32 {a, b, c, d}, [$0]; @p st.global.v4.b32 [$1], {a, b, c, d};}"
     )
-    values = [Int32(smem), Int32(listed), Int64(out), Int32(stride), Int32(condition)]
-    asm(None, values, text, "r,r,l,r,r", effects=True, loc=loc, ip=ip)
+    asm(None, [Int32(smem), Int64(address), Int32(condition)], text, "r,l,r", effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_summands(
+    listed: Int32,
+    out: Int64,
+    stride: Int32,
+    first: Int32,
+    second: Int32,
+    a: Float32,
+    b: Float32,
+    c: Float32,
+    d: Float32,
+    *,
+    loc=None,
+    ip=None,
+):
+    """Two tokens' values of a row, and of the row 8 further on, to the rows of their pairs, `stride` bytes apart.
+
+    `first` and `second` are the tokens' conditions; their pairs are listed in shared memory.
+    """
+    text = (
+        "{.reg .pred p, q; .reg .b32 pa, pb; .reg .b64 at; setp.ne.b32 p, $3, 0; setp.ne.b32 q, $4, 0;"
+        "ld.shared.v2.b32 {pa, pb}, [$0];"
+        "mul.wide.u32 at, pa, $2; add.s64 at, at, $1; @p st.global.f32 [at], $5; @p st.global.f32 [at + 32], $7;"
+        "mul.wide.u32 at, pb, $2; add.s64 at, at, $1; @q st.global.f32 [at], $6; @q st.global.f32 [at + 32], $8;}"
+    )
+    values = [Int32(listed), Int64(out), Int32(stride), Int32(first), Int32(second)]
+    values += [Float32(a), Float32(b), Float32(c), Float32(d)]
+    asm(None, values, text, "r,l,r,r,r,f,f,f,f", effects=True, loc=loc, ip=ip)

@@ -9,11 +9,11 @@ from ...gemm._cutedsl_wgmma.shape import Shape
 __all__ = ["RESULTS", "ExpertShape"]
 
 RESULTS = ("out", "activated", "summand")
-LIST_BYTES = 8  # per token: its pair and its factor
+SLOT_BYTES = 16  # what the producer says of a tile
+LIST_BYTES = 4  # per token: its pair or its factor
 PRODUCER_REGISTERS = 40  # with 24 the producer's addresses did not always fit
 LIST_REGISTERS = 16  # that ptxas was seen to add for tiles from a list: its next entry, more addresses, tokens' factors
 MANY_PIECES_REGISTERS = 8  # with three or four; without them it waits after every wgmma
-PADDED_ROW_BYTES = 272  # of 64 float32 of a token: 16 more, so that no two threads of a warp meet in a bank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +36,31 @@ class ExpertShape(Shape):
 
     @property
     def chunk_tokens(self) -> int:
-        """As in `Shape`; float32 take twice the room."""
-        return 32 if self.tokens % 32 == 0 and self.result != "summand" else 16
+        """As in `Shape`; twice as many behind a gate, for a token then has half as many values."""
+        most = 64 if self.halved else 32
+        return max(tokens for tokens in range(16, most + 1, 16) if self.tokens % tokens == 0)
 
     @property
     def chunk_bytes(self) -> int:
-        """Of a chunk: 64 values of 16 bits a token, half as many behind a gate, or float32."""
-        row = PADDED_ROW_BYTES if self.result == "summand" else 64 if self.gated else 128
-        return self.chunk_tokens * row
+        """Of a chunk: 64 values of 16 bits a token, half as many behind a gate."""
+        return self.chunk_tokens * (64 if self.halved else 128)
+
+    @property
+    def halved(self) -> bool:
+        """Whether two rows of W make one value."""
+        return self.gated and self.result == "activated"
 
     @property
     def out_bytes(self) -> int:
-        """Of a warpgroup on the way out: chunks, and the list of tokens."""
-        return self.chunks * self.chunk_bytes + self.tokens * LIST_BYTES
+        """Of a warpgroup on the way out: chunks, and the list of tokens. Summands go straight from registers."""
+        chunks = 0 if self.result == "summand" else self.chunks * self.chunk_bytes
+        return chunks + (0 if self.result == "out" else self.tokens * LIST_BYTES)
+
+    @property
+    def smem_bytes(self) -> int:
+        """As in `Shape`, and the slots in which the producer says what a tile is."""
+        base: int = Shape.smem_bytes.__get__(self)
+        return base + (self.stages + 1) * SLOT_BYTES
 
     @property
     def needed_registers(self) -> int:

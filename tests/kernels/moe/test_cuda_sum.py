@@ -41,6 +41,19 @@ def test_adds_in_the_order_of_slots(dtype, tokens, top_k, n, blocks, monkeypatch
     assert torch.equal(out, in_order(results, ids, expert_map, 6, dtype))
 
 
+def test_weights_of_the_router():
+    """Powers of two, so that the sums are exact; of a slot that is left out any weight is ignored."""
+    g = torch.Generator().manual_seed(7)
+    ids = torch.randint(-1, 5, (4, 37), generator=g)
+    results = torch.randn(4 * 37, 528, generator=g)
+    router = 2.0 ** torch.randint(-3, 3, (4, 37), generator=g)
+    router[ids < 0] = torch.nan
+    out = torch.zeros(4, 528, dtype=torch.float16)
+    with simulated([results, ids, out, router]):
+        CudaSum(replace(H200, units=1), "float16", pdl=False)(results, ids, None, 5, out, router)
+    assert torch.equal(out, in_order(results * router.view(-1, 1), ids, None, 5, torch.float16))
+
+
 def test_nan_and_infinity_come_through():
     ids, out = torch.tensor([[0, 1]]), torch.zeros(1, 16, dtype=torch.bfloat16)
     results = torch.ones(2, 16)
