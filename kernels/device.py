@@ -55,10 +55,18 @@ def describe(device: torch.device | str) -> Device:
         There is no such device here, or it is of another kind.
     """
     device = torch.device(device)
-    if device.type == "cpu":
+    kind = device.type
+    if kind == "cpu":
         return _describe_cpu()
-    if device.type != "cuda":
+    if kind != "cuda":
         raise NoDevice(message("this kind of device has no kernels", got=str(device), expected="cpu or cuda"))
+    if device.index is not None:
+        return _describe_cuda(device.index)
+    _check_cuda()
+    return _describe_cuda(torch.cuda.current_device())
+
+
+def _check_cuda() -> None:
     if not torch.cuda.is_available():
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs only"
         raise NoDevice(
@@ -68,14 +76,13 @@ def describe(device: torch.device | str) -> Device:
                 do="check the driver (nvidia-smi) and that torch is a CUDA build",
             )
         )
-    index = torch.cuda.current_device() if device.index is None else device.index
-    if index >= torch.cuda.device_count():
-        raise NoDevice(message("no such CUDA device", got=f"cuda:{index}", expected=f"< {torch.cuda.device_count()}"))
-    return _describe_cuda(index)
 
 
 @cache
 def _describe_cuda(index: int) -> Device:
+    _check_cuda()
+    if index >= torch.cuda.device_count():
+        raise NoDevice(message("no such CUDA device", got=f"cuda:{index}", expected=f"< {torch.cuda.device_count()}"))
     facts: Any = torch.cuda.get_device_properties(index)  # its stub lacks fields
     return Device(
         kind="cuda",

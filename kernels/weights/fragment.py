@@ -21,15 +21,13 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ...errors import InvalidInput, message
 from ..problem import DTYPES
 from .codec import GROUP
 from .fragment_bytes import BLOCK_BYTES, CODE_BYTES, SUBTILE_BYTES, TILE, fill, read, scale_codes
-from .fragment_pack import compile_pack, usable
-from .fragment_pack import fill as fill_on_gpu
+from .fragment_pack import compile_pack, finish, launcher, start
 from .layouts import GLU, Layout
 from .weight import Weight, check_values, is_aligned
 
@@ -97,7 +95,7 @@ def pack(encoding: str, weight: Tensor, weight_scale: Tensor, global_scale: Tens
     encoding
         "bf16", "fp16" or "nib".
     weight, weight_scale, global_scale
-        uint8 [N, K/2], uint8 [N, K/16] without NaN, float32 [1] or [N]; or the same of experts, [E, N, K/2] and so on.
+        uint8 [N, K/2], uint8 [N, K/16], float32 [1] or [N]; or the same of experts, [E, N, K/2] and so on.
     gated
         Gate and up rows in turns.
 
@@ -105,8 +103,18 @@ def pack(encoding: str, weight: Tensor, weight_scale: Tensor, global_scale: Tens
     -------
     Weight
         data uint8 [ceil(N/64), ceil(K/64), 2304], of experts with E in front; scale None.
+
+    Raises
+    ------
+    InvalidInput
+        A value that `check_values` refuses, or halves of a wrong number of rows.
     """
-    n, k = weight.shape[-2], 2 * weight.shape[-1]
+    device = weight.device
+    launch = launcher(encoding, device)
+    if launch is None:
+        check_values(weight_scale, global_scale)
+    *experts, n, k_bytes = weight.shape
+    k = 2 * k_bytes
     if gated and n % (2 * GROUP):
         raise InvalidInput(
             message(
@@ -115,21 +123,26 @@ def pack(encoding: str, weight: Tensor, weight_scale: Tensor, global_scale: Tens
                 expected=f"gate and up, each of a multiple of {GROUP} rows",
             )
         )
-    data = torch.empty((*weight.shape[:-2], *blob_shape(n, k)), dtype=torch.uint8, device=weight.device)
-    if not usable(encoding, data.device):
-        stacks = (weight, weight_scale, data) if weight.ndim == 3 else (weight[None], weight_scale[None], data[None])
+    if not is_aligned(global_scale):
+        global_scale = global_scale.clone()
+    data = weight.new_empty((*experts, *blob_shape(n, k)))
+    if launch is None:
+        stacks = (weight, weight_scale, data) if experts else (weight[None], weight_scale[None], data[None])
         fill(encoding, *stacks, gated=gated)
-    elif not fill_on_gpu(encoding, weight, weight_scale, data, global_scale, gated=gated):
-        check_values(weight_scale, global_scale)
-        raise AssertionError("the kernel saw a wrong scale that is not there")
-    return Weight(
+    else:
+        flag = start(launch, weight, weight_scale, data, global_scale, gated=gated)
+    packed = Weight(  # made while the GPU works; nothing that can fail lies between start and finish
         data=data,
         scale=None,
-        global_scale=global_scale if is_aligned(global_scale) else global_scale.clone(),
+        global_scale=global_scale,
         layout=f"fragment1-{encoding}{GLU if gated else ''}",
         out_features=n,
         in_features=k,
     )
+    if launch is not None and not finish(flag, device):
+        check_values(weight_scale, global_scale)
+        raise AssertionError("the kernel saw a wrong scale that is not there")
+    return packed
 
 
 def to_checkpoint(encoding: str, weight: Weight, *, gated: bool = False) -> tuple[Tensor, Tensor, Tensor]:
@@ -149,7 +162,7 @@ LAYOUTS = tuple(
         dtypes=dtypes,
         experts=True,
         gated=gated,
-        checks_values=partial(usable, encoding),
+        checks_values=True,
     )
     for encoding, dtypes in (("bf16", ("bfloat16",)), ("fp16", ("float16",)), ("nib", DTYPES))
     for gated in (False, True)

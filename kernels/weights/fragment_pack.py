@@ -17,7 +17,7 @@ from ...errors import BuildError, LaunchError, caller_level, message
 from ..cuda.compile import Compiled, compile_cuda
 from ..cuda.launch import CudaLaunch
 
-__all__ = ["compile_pack", "fill", "usable"]
+__all__ = ["compile_pack", "finish", "launcher", "start"]
 
 SOURCE = Path(__file__).with_suffix(".cu")
 ARGS = "5P5I"  # struct Args of the source
@@ -30,20 +30,26 @@ _flags: list[Tensor] = []  # in pinned memory, zero, and in nobody's use: pop an
 _warned = False
 
 
-def usable(encoding: str, device: torch.device) -> bool:
-    """Whether `fill` can run there; where it should but cannot, one warning says why."""
-    return device.type == "cuda" and _launch(encoding, _index(device)) is not None
-
-
-def fill(
-    encoding: str, weight: Tensor, scale: Tensor, data: Tensor, global_scale: Tensor, *, gated: bool = False
-) -> bool:
-    """Write every byte of a blob, and wait until it is written.
+def launcher(encoding: str, device: torch.device) -> CudaLaunch | None:
+    """What `start` launches there, or None where it cannot run; where it should but cannot, one warning says why.
 
     Parameters
     ----------
     encoding
-        "bf16", "fp16" or "nib"; `usable` on this device.
+        "bf16", "fp16" or "nib".
+    """
+    return _launch(encoding, _index(device)) if device.type == "cuda" else None
+
+
+def start(
+    launch: CudaLaunch, weight: Tensor, scale: Tensor, data: Tensor, global_scale: Tensor, *, gated: bool = False
+) -> Tensor:
+    """Launch what writes every byte of a blob, on the current stream; `finish` waits for it.
+
+    Parameters
+    ----------
+    launch
+        `launcher` of the encoding and the tensors' device.
     weight, scale
         uint8 [N, K/2] and the uint8 view of e4m3 [N, K/16], contiguous; of experts [E, N, K/2] and [E, N, K/16].
     data
@@ -55,12 +61,10 @@ def fill(
 
     Returns
     -------
-    bool
-        Whether all block scales are finite and all global scales positive and finite. Else the blob is of no use.
+    Tensor
+        A flag in memory of the host, for `finish`, which has to be called: the kernel may write to it until then.
     """
-    index = _index(weight.device)
-    launch = _launch(encoding, index)
-    assert launch is not None
+    index = weight.get_device()
     if weight.data_ptr() % LOAD_BYTES:
         weight = weight.clone()
     n = weight.shape[-2]
@@ -69,24 +73,39 @@ def fill(
         flag = _flags.pop()
     except IndexError:
         flag = _new_flag()
-    with torch.cuda.device(index):
-        launch.launch(
-            -(-k_blocks // BLOCKS),
-            row_blocks,
-            experts[0] if experts else 1,
-            torch._C._cuda_getCurrentRawStream(index),
-            weight.data_ptr(),
-            scale.data_ptr(),
-            global_scale.data_ptr(),
-            data.data_ptr(),
-            flag.data_ptr(),
-            n,
-            scale.shape[-1],
-            k_blocks,
-            global_scale.numel(),
-            gated,
-        )
-        torch.cuda.current_stream().synchronize()
+    arguments = (
+        -(-k_blocks // BLOCKS),
+        row_blocks,
+        experts[0] if experts else 1,
+        torch._C._cuda_getCurrentRawStream(index),
+        weight.data_ptr(),
+        scale.data_ptr(),
+        global_scale.data_ptr(),
+        data.data_ptr(),
+        flag.data_ptr(),
+        n,
+        scale.shape[-1],
+        k_blocks,
+        global_scale.numel(),
+        gated,
+    )
+    if torch.cuda.current_device() == index:
+        launch.launch(*arguments)
+    else:
+        with torch.cuda.device(index):
+            launch.launch(*arguments)
+    return flag
+
+
+def finish(flag: Tensor, device: torch.device) -> bool:
+    """Wait for what `start` launched on this device, in the same stream.
+
+    Returns
+    -------
+    bool
+        Whether all block scales are finite and all global scales positive and finite. Else the blob is of no use.
+    """
+    torch.cuda.current_stream(device).synchronize()
     fine = int(flag) == 0
     if not fine:
         flag.zero_()

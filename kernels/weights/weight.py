@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import InvalidInput, message
-from .codec import GROUP
+from .codec import GROUP, e4m3_bytes
 
 __all__ = [
     "ALIGNMENT",
@@ -111,8 +111,7 @@ def validate(
     check_tensors(weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
     n, k = check_weight(weight)
     scale = _check_scale(weight_scale, n, k)
-    devices = {t.device for t in (weight, weight_scale, weight_scale_2)}
-    if len(devices) > 1:
+    if not weight.device == weight_scale.device == weight_scale_2.device:
         raise InvalidInput(
             message(
                 "weight, weight_scale and weight_scale_2 are on different devices",
@@ -176,7 +175,7 @@ def normalize_global_scale(weight_scale_2: Tensor, n: int) -> Tensor:
                 do="expand one scale per fused shard to one per row",
             )
         )
-    return weight_scale_2.reshape(-1).to(torch.float32).contiguous()
+    return weight_scale_2.reshape(-1).float().contiguous()
 
 
 def check_weight(weight: Tensor) -> tuple[int, int]:
@@ -215,15 +214,8 @@ def check_weight(weight: Tensor) -> tuple[int, int]:
 
 
 def _check_scale(weight_scale: Tensor, n: int, k: int) -> Tensor:
+    scale = e4m3_bytes(weight_scale)
     shape = tuple(weight_scale.shape)
-    if weight_scale.dtype not in (torch.float8_e4m3fn, torch.uint8):
-        raise InvalidInput(
-            message(
-                "wrong dtype of weight_scale",
-                got=weight_scale.dtype,
-                expected="torch.float8_e4m3fn or its uint8 view",
-            )
-        )
     if weight_scale.ndim != 2:
         raise InvalidInput(
             message(
@@ -258,7 +250,7 @@ def _check_scale(weight_scale: Tensor, n: int, k: int) -> Tensor:
                 do="call .contiguous() once at load",
             )
         )
-    return weight_scale.view(torch.uint8)
+    return scale
 
 
 def _check_scale_values(scale: Tensor) -> None:

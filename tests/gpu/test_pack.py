@@ -22,7 +22,7 @@ ENCODINGS = fragment_pack.ENCODINGS
 def no_fallback():
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message="weights are packed in torch operations")
-        assert fragment_pack.usable("bf16", torch.device("cuda", 0))
+        assert fragment_pack.launcher("bf16", torch.device("cuda", 0)) is not None
         yield
 
 

@@ -49,10 +49,11 @@ def prepare(monkeypatch, capability):
 
 @pytest.fixture
 def simulate(fresh, monkeypatch):
-    """`fill` with its launch on NumPy: (the blob, what `fill` says)."""
+    """`start` and `finish` with their launch on NumPy: (the blob, what `finish` says)."""
     stream = Stream()
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(fragment_pack, "_index", lambda device: 0)
     monkeypatch.setattr(CudaLaunch, "load", lambda self, index: None)
 
@@ -62,7 +63,10 @@ def simulate(fresh, monkeypatch):
         data = torch.full(shape, FILLER, dtype=torch.uint8)
         before = stream.waits
         with simulated([weight, scale, global_scale, data, flag]) as launched:
-            fine = fragment_pack.fill(encoding, weight, scale, data, global_scale, gated=gated)
+            launch = fragment_pack._launch(encoding, 0)
+            started = fragment_pack.start(launch, weight, scale, data, global_scale, gated=gated)
+            assert started is flag and stream.waits == before and not fragment_pack._flags
+            fine = fragment_pack.finish(started, data.device)
         assert launched == ["fragment_pack"] and stream.waits == before + 1
         assert fragment_pack._flags == [flag] and int(flag) == 0, "the flag is not ready for the next one"
         return data, fine
@@ -147,10 +151,8 @@ def test_a_wrong_global_scale_is_seen_and_a_right_one_is_not(simulate):
 
 def packed(monkeypatch, weight, scale, global_scale):
     """By `fragment.pack`, as on a GPU."""
-    monkeypatch.setattr(fragment, "usable", lambda encoding, device: True)
+    monkeypatch.setattr(fragment, "launcher", lambda encoding, device: fragment_pack._launch(encoding, 0))
     with simulated([weight, scale, global_scale, prepare(monkeypatch, (9, 0))]) as launched:
-        blob = torch.zeros((2, 2, 2, 2304), dtype=torch.uint8)
-        monkeypatch.setattr(torch, "empty", lambda *args, **kwargs: weight.new_empty(blob.shape))
         made = fragment.pack("bf16", weight, scale, global_scale)
     assert launched == ["fragment_pack"]
     return made
@@ -172,13 +174,14 @@ def test_pack_fills_on_the_gpu_and_names_the_place_of_what_is_wrong(simulate, mo
 
 def test_values_are_looked_at_once(monkeypatch):
     looked = []
-    monkeypatch.setattr(layouts, "check_values", lambda *tensors: looked.append(tensors))
+    for module in (fragment, layouts):
+        monkeypatch.setattr(module, "check_values", lambda *tensors: looked.append(tensors))
     weight, scale = random_weights(1, 8, 16)
     one, plain = torch.ones(1), layout("fragment1-bf16")
     plain.convert(weight[0], scale[0], one)
     assert len(looked) == 1
-    dataclasses.replace(plain, checks_values=lambda device: True).convert(weight[0], scale[0], one)
-    assert len(looked) == 1
+    dataclasses.replace(plain, checks_values=False).convert(weight[0], scale[0], one)
+    assert len(looked) == 3
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
@@ -201,12 +204,12 @@ def test_without_nvrtc_one_warning_says_so(fresh, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
     device = torch.device("cuda", 0)
     with pytest.warns(RuntimeWarning, match="packed in torch operations.*NVRTC cannot be used"):
-        assert not fragment_pack.usable("bf16", device)
+        assert fragment_pack.launcher("bf16", device) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert not fragment_pack.usable("bf16", device)
-        assert not fragment_pack.usable("fp16", device)
-        assert not fragment_pack.usable("bf16", torch.device("cpu"))
+        assert fragment_pack.launcher("bf16", device) is None
+        assert fragment_pack.launcher("fp16", device) is None
+        assert fragment_pack.launcher("bf16", torch.device("cpu")) is None
 
 
 def test_the_flag_is_no_child_of_the_modes_that_it_is_made_in(monkeypatch):
