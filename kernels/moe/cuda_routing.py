@@ -90,9 +90,14 @@ class CudaRouting:
 
     def load(self, index: int) -> None:
         """Onto a device, all kernels."""
-        for launch in (self._route, self._count, self._sort, self._groups):
+        for launch in (self._route, self._count, self._sort):
             launch.load(index)
+        self.load_groups(index)
         self._loaded = True
+
+    def load_groups(self, index: int) -> None:
+        """Onto a device, what `groups` launches: it has room for more experts than the others."""
+        self._groups.load(index)
 
     def __call__(self, topk_ids: Tensor, expert_map: Tensor | None, tile_rows: int) -> Routed:
         """Sort pairs by expert, and cut each expert's into tiles of at most tile_rows.

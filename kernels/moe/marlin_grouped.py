@@ -104,7 +104,7 @@ class _Launch:
     ) -> None:
         """The launcher: see `arguments.GroupedLauncher`."""
         if not self._loaded:  # all of it: nothing may be loaded within a graph capture later
-            self.routing._groups.load(out.get_device())  # not all: this one has room for more experts
+            self.routing.load_groups(out.get_device())
             self.product.load(out.get_device())
             self._loaded = True
         m = out.shape[0]

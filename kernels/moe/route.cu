@@ -6,6 +6,7 @@
 // behind those of the blocks, warps and lanes before it (lanes with the same expert find each other by a match). If
 // there are several blocks, `count` tells them how many pairs the others have.
 
+#include "groups.cuh"
 #include "pairs.cuh"
 
 constexpr u32 MAX_WARPS = 32;
@@ -218,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32) route(const __grid_
 extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32) tile_groups(const __grid_constant__ GroupArgs a) {
     wait_for_previous_kernel();
     launch_dependents();
-    auto offset = [&](u32 e) { return (u32)min(max(a.offsets[e], 0), (int)a.m); };
+    auto offset = [&](u32 e) { return group_offset(a.offsets, e, a.m); };
     if (blockIdx.x == 0) {
         u32 *first = first_row(), *rows = first + a.experts, *tile = rows + a.experts;
         Sums all = {0, 0};
@@ -233,14 +234,6 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32) tile_groups(const _
         write_tiles(a.tiles, first, rows, tile, a.experts, all.tiles, 0, 1);
         return;
     }
-    const u64 begin = (u64)offset(0) * a.n, end = (u64)offset(a.experts) * a.n, size = (u64)a.m * a.n;
-    const u64 thread = (u64)(blockIdx.x - 1) * blockDim.x + threadIdx.x, step = (u64)(gridDim.x - 1) * blockDim.x;
-    if (a.n % 8 == 0 && (u64)a.out % 16 == 0) {
-        const uint4 zero = make_uint4(0, 0, 0, 0);
-        for (u64 i = thread * 8; i < begin; i += step * 8) *(uint4*)(a.out + i) = zero;
-        for (u64 i = end + thread * 8; i < size; i += step * 8) *(uint4*)(a.out + i) = zero;
-    } else {
-        for (u64 i = thread; i < begin; i += step) a.out[i] = 0;
-        for (u64 i = end + thread; i < size; i += step) a.out[i] = 0;
-    }
+    zero_other_rows(a.out, a.m, a.n, offset(0), offset(a.experts), (u64)(blockIdx.x - 1) * blockDim.x + threadIdx.x,
+                    (u64)(gridDim.x - 1) * blockDim.x);
 }
