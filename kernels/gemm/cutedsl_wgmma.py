@@ -175,7 +175,7 @@ class CuteDslWgmma(Kernel):
         return tuple(sorted(path for path in folder.glob("*.py") if path.stem not in ("__init__", "launch")))
 
 
-def fits(device: Device, shape: Shape) -> Verdict:
+def fits(device: Device, shape: Shape, ring_bytes: tuple[int, int] = RING_BYTES) -> Verdict:
     """Whether a multiprocessor has shared memory and registers for it, and the ring is of a sensible depth."""
     c = shape
     if (c.rows, c.warpgroups) not in TILES:
@@ -190,7 +190,7 @@ def fits(device: Device, shape: Shape) -> Verdict:
     if c.blocks_per_sm > 1 and c.tokens > RING_TOKENS and c.warpgroups > 1:
         return Verdict.no(f"one block fills a multiprocessor with {c.tokens} tokens")  # but for one warpgroup each
     in_flight = c.stages * (c.x_bytes + c.weight_bytes)
-    if c.tokens <= RING_TOKENS and not RING_BYTES[0] <= in_flight * c.blocks_per_sm <= RING_BYTES[1]:
+    if c.tokens <= RING_TOKENS and not ring_bytes[0] <= in_flight * c.blocks_per_sm <= ring_bytes[1]:
         return Verdict.no(f"{in_flight} bytes in flight per block are too few or too many")
     return Verdict(True)
 

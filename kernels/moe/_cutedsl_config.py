@@ -31,9 +31,9 @@ PIECES = {
     256: (4, 8),
 }
 TILES = ((64, 1), (128, 1), (128, 2), (256, 2))  # rows of W and the warpgroups that share them
-STAGES = (3, 4, 5, 6, 8)
-BETWEEN_STAGES = 5  # which only large tiles need
-MANY_PIECES = 4  # of a tile, above which ptxas overlaps the wgmmas only of warpgroups of 64 rows
+STAGES = (3, 4, 5, 6, 8, 10, 12)
+RING_BYTES = (40 << 10, 224 << 10)  # see `cutedsl_wgmma`: here the ring goes on filling while a tile is stored
+MANY_PIECES = 4  # of a tile, above which ptxas makes wgmmas wait for each other unless a warpgroup has 64 rows
 MANY = 256  # rows per expert, above which tiles are all but full
 BYTES_PER_WEIGHT = 0.5625
 
@@ -129,19 +129,17 @@ def is_valid(device: Device, problem: Problem, config: CuteDslExpertsConfig, m: 
             f"not a tile: {c.rows} rows of {c.warpgroups} warpgroups, {c.tokens} tokens, {c.pieces} pieces"
         )
     if c.pieces > MANY_PIECES and c.rows // c.warpgroups > 64:
-        return Verdict.no(f"{c.pieces} pieces of {c.rows // c.warpgroups} rows a warpgroup: wgmmas would wait for each other")
+        return Verdict.no(f"{c.pieces} pieces are too many with {c.rows // c.warpgroups} rows a warpgroup")
     if c.tokens > 16 and c.tokens >= 4 * rows:
         return Verdict.no(f"tiles of {c.tokens} rows, and an expert has {rows:.1f} in the mean")
     if c.tokens < min(rows / 4, 128):
         return Verdict.no(f"tiles of {c.tokens} rows are small where an expert has {rows:.1f} in the mean")
     if c.schedule != "each" and (c.schedule == "ends-prefetch") != (c.tokens > RING_TOKENS):
         return Verdict.no(f"schedule {c.schedule!r} gains nothing with {c.tokens} tokens")
-    if c.tokens <= RING_TOKENS and c.stages == BETWEEN_STAGES:
-        return Verdict.no(f"{c.stages} stages are between two other choices")
     for shape in shapes(problem, c):
-        if not (verdict := fits(device, shape)):
+        if not (verdict := fits(device, shape, RING_BYTES)):
             return verdict
-    if c.tokens > RING_TOKENS and (deeper := _deepest(device, problem, c)) != c.stages:
+    if (deeper := _deepest(device, problem, c)) != c.stages:
         return Verdict.no(f"there is room for {deeper} stages")
     return Verdict(True)
 
@@ -171,9 +169,8 @@ def mean_rows(problem: Problem, m: int) -> float:
 
 def _deepest(device: Device, problem: Problem, config: CuteDslExpertsConfig) -> int:
     """The deepest ring of those on offer; 0: none fits."""
-    offered = (stages for stages in reversed(STAGES) if config.tokens > RING_TOKENS or stages != BETWEEN_STAGES)
-    for stages in offered:
-        if all(fits(device, shape) for shape in shapes(problem, replace(config, stages=stages))):
+    for stages in reversed(STAGES):
+        if all(fits(device, shape, RING_BYTES) for shape in shapes(problem, replace(config, stages=stages))):
             return stages
     return 0
 

@@ -3,8 +3,8 @@
 A chain of kernels, each of which may start while the one before it ends: routing; x in the order of the sorted pairs,
 with pre_quant_scale; first product with global scales, bias, activation and one rounding; second product with global
 scale and bias, in float32; the sum over each token's experts times the router's weights, in the order of its slots, and
-one rounding. The products are those of `cutedsl_grouped`. Results do not change from run to run, and nothing is read back
-to the host.
+one rounding. The products are those of `cutedsl_grouped`. Results do not change from run to run, and nothing is read
+back to the host.
 
 Many tokens go through the chain in parts, so that what stands between its kernels stays within WORKSPACE_BYTES.
 """

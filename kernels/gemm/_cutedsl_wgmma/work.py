@@ -71,7 +71,9 @@ class Ring:
     """Stages of x and weights in shared memory, with a barrier for "full" and one for "empty" each."""
 
     def __init__(self, shape: Shape) -> None:
-        base = cute.arch.get_dyn_smem(Uint8, alignment=1024)
+        # Through a shuffle, for ptxas would otherwise ask for the start of shared memory anew in every stage.
+        start = cute.arch.make_warp_uniform(cute.arch.get_dyn_smem(Uint8, alignment=1024).toint())
+        base = cute.make_ptr(Uint8, start, cute.AddressSpace.smem, assumed_align=1024)
         layout = x_layout(shape)
         kind = element(shape)
         pointer = cute.recast_ptr(base, layout.inner, kind)

@@ -86,5 +86,7 @@ class ExpertConsumer(Consumer):
         self.acc.fill(0.0)
         tiled_mma.set(warpgroup.Field.ACCUMULATE, True)
         # There always is a next stage: the last says that no tile follows.
-        stage, phase, _ = self.multiply(tiled_mma, acc, x, Int32(0), self.work.k_tiles, stage, phase, self.work.k_tiles + 1)
+        stage, phase, _ = self.multiply(
+            tiled_mma, acc, x, Int32(0), self.work.k_tiles, stage, phase, self.work.k_tiles + 1
+        )
         return stage, phase

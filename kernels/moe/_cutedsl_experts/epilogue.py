@@ -144,9 +144,7 @@ class ExpertEpilogue(Epilogue):
         for eight in cutlass.range_constexpr(2):
             here = token + eight * 8 + self.pair_token
             sums = [acc[i * (c.tokens // 2) + token // 2 + eight * 4 + e] for e in range(4)]  # g, g, g + 8, g + 8
-            values = [
-                sums[e] * UNSCALE * (upper, lower)[e // 2][0] + (upper, lower)[e // 2][1] for e in range(4)
-            ]
+            values = [sums[e] * UNSCALE * (upper, lower)[e // 2][0] + (upper, lower)[e // 2][1] for e in range(4)]
             there = Int32(at < n)
             ptx.store_summands(
                 self.listed + here * LIST_BYTES,

@@ -62,7 +62,7 @@ class ProductLaunch:
             pdl=pdl,
             prefer_smem=True,
         )
-        self._maps = TensorMaps("float16" if shape.float16 else "bfloat16", shape.step_tokens)
+        self._maps = TensorMaps("float16" if shape.float16 else "bfloat16", shape.box_tokens)
 
     def __call__(
         self,

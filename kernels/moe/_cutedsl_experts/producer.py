@@ -28,7 +28,7 @@ class ExpertProducer(Producer):
 
     @cute.jit
     def run(self):
-        """Load every k-tile of every piece of work, in the order in which they are multiplied; then say that it ends."""
+        """Load every k-tile of every piece of work, in the order in which they are multiplied; then say it was all."""
         c = self.shape
         stage = Int32(0)
         phase = Int32(1)
@@ -44,7 +44,7 @@ class ExpertProducer(Producer):
             tile = self.work.take()
         while cute.arch.make_warp_uniform(expert) >= 0:
             weight = self.weight + Int64(expert) * expert_bytes
-            pieces = self.work.pieces(rows)
+            boxes = cutlass.max((rows + c.box_tokens - 1) // c.box_tokens, 1)
             here = (row, expert, first, rows)
             row, expert, first, rows = self.work.place(tile)
             tile = self.work.take()
@@ -53,8 +53,8 @@ class ExpertProducer(Producer):
                 if k_tile == 0:
                     with cute.arch.elect_one():
                         self.work.tell(slot, *here)
-                self.load_weights(stage, weight, here[0], k_tile, pieces * (c.step_tokens * c.block_k * 2))
-                self.load_boxes(stage, here[2], pieces, k_tile)
+                self.load_weights(stage, weight, here[0], k_tile, boxes * (c.box_tokens * c.block_k * 2))
+                self.load_boxes(stage, here[2], boxes, k_tile)
                 stage, phase = advance(stage, phase, c.stages)
             slot = self.work.next_slot(slot)
         cute.arch.mbarrier_wait(self.bars + c.stages + stage, phase)
@@ -63,13 +63,13 @@ class ExpertProducer(Producer):
             cute.arch.mbarrier_arrive(self.bars + stage)
 
     @cute.jit
-    def load_boxes(self, stage: Int32, position: Int32, pieces: Int32, k_tile: Int32):
-        """Load a stage's x: boxes of 64 columns and one piece's rows. What lies past M and K becomes zero."""
+    def load_boxes(self, stage: Int32, position: Int32, boxes: Int32, k_tile: Int32):
+        """Load a stage's x: boxes of 64 columns. What lies past M and K becomes zero."""
         c = self.shape
         bar = (self.bars + stage).toint()
         with cute.arch.elect_one():
-            for piece in cutlass.range(pieces, unroll=1):
+            for box in cutlass.range(boxes, unroll=1):
                 for i in cutlass.range_constexpr(c.k_blocks):
-                    target = self.x + stage * c.x_bytes + (i * c.tokens + piece * c.step_tokens) * ROW_BYTES
+                    target = self.x + stage * c.x_bytes + (i * c.tokens + box * c.box_tokens) * ROW_BYTES
                     column = (k_tile * c.k_blocks + i) * BOX_COLUMNS
-                    ptx.load_x(target, self.x_map, column, position + piece * c.step_tokens, bar)
+                    ptx.load_x(target, self.x_map, column, position + box * c.box_tokens, bar)

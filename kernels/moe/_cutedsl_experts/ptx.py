@@ -80,7 +80,7 @@ def load_vector(address: Int64, condition: Int32, float16: cutlass.Constexpr[boo
 
 @dsl_user_op
 def add_one(address: Int64, condition: Int32, *, loc=None, ip=None):
-    """What an int32 of global memory was before one was added; 0 and nothing added where the condition does not hold."""
+    """What an int32 of global memory was before one was added; 0, and nothing is added, without the condition."""
     text = "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1;}"
     args = [Int64(address), Int32(condition)]
     return Int32(asm(T.i32(), args, text, "=&r,l,r", effects=True, loc=loc, ip=ip))

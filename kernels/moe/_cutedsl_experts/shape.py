@@ -9,6 +9,7 @@ from ...gemm._cutedsl_wgmma.shape import Shape
 __all__ = ["RESULTS", "ExpertShape"]
 
 RESULTS = ("out", "activated", "summand")
+MAX_BOX_TOKENS = 96
 SLOT_BYTES = 16  # what the producer says of a tile
 LIST_BYTES = 4  # per token: its pair or its factor
 PRODUCER_REGISTERS = 40  # with 24 the producer's addresses did not always fit
@@ -31,8 +32,13 @@ class ExpertShape(Shape):
 
     @property
     def step_tokens(self) -> int:
-        """Tokens of one piece: rows of a TMA copy."""
+        """Tokens of one piece."""
         return self.tokens // self.pieces
+
+    @property
+    def box_tokens(self) -> int:
+        """Rows of a TMA copy. The fewer copies a stage takes the sooner they are issued; some rows are not needed."""
+        return max(rows for rows in range(8, MAX_BOX_TOKENS + 1, 8) if self.tokens % rows == 0)
 
     @property
     def chunk_tokens(self) -> int:

@@ -84,7 +84,7 @@ def run(shape, x, blob, global_scale, counts, out, *, n, blocks=3, band=2, pairs
     integers.append(0 if bias is None else 1 if bias.dtype == x.dtype else 2)
     integers += [n if vector is not None and vector.ndim == 2 else 0, band]
     floats = [struct.pack("<f", value) for value in given.get("constants", (0, 0, 0))]
-    x_map = ptx.tensor_map(at[0], x.shape[0], x.shape[1], x.shape[1], shape.step_tokens)
+    x_map = ptx.tensor_map(at[0], x.shape[0], x.shape[1], x.shape[1], shape.box_tokens)
     ptx.run(
         ptx_of(shape),
         [x_map, bytes(8), *at[1:], *integers, *floats],
