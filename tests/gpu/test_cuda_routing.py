@@ -34,7 +34,7 @@ def check(got, ids, experts, expert_map, tile_rows):
         for expert in range(experts)
         for at in range(offsets[expert], offsets[expert + 1], tile_rows)
     ]
-    assert got.count.tolist() == [len(wanted)]
+    assert got.count.tolist() == [len(wanted), 0, 0]
     assert got.tiles.tolist() == wanted + [[-1, 0, 0, 0]] * (got.most_tiles - len(wanted))
 
 
@@ -97,7 +97,7 @@ def test_groups(offsets, n):
         for expert in range(3)
         for at in range(offsets[expert], offsets[expert + 1], 32)
     ]
-    assert got.count.tolist() == [len(tiles)]
+    assert got.count.tolist() == [len(tiles), 0, 0]
     assert got.tiles.tolist() == tiles + [[-1, 0, 0, 0]] * (got.most_tiles - len(tiles))
     inside = slice(offsets[0], offsets[-1])
     assert out[inside].isnan().all()
@@ -119,16 +119,22 @@ def test_wrong_offsets_lead_to_no_other_memory(offsets):
 @pytest.mark.parametrize(
     ("tokens", "top_k", "n"), [(1, 8, 2048), (70, 22, 1024), (9, 40, 7168), (2, 3, 16), (3001, 8, 2048)]
 )
-def test_sums(dtype, tokens, top_k, n):
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums(dtype, tokens, top_k, n, weighted):
+    """Weights are powers of two, so that products are exact; beside a slot that is left out there may be any."""
     ids = random_ids(tokens, top_k, 16, 0, torch.int32).to(GPU)
     keep = (ids >= 0) & (ids < 16)
     results = torch.randn(tokens, top_k, n, device=GPU)
+    router = 2.0 ** torch.randint(-3, 3, (tokens, top_k), device=GPU) if weighted else None
     wanted = torch.zeros(tokens, n, device=GPU)
     for slot in range(top_k):
-        wanted += results[:, slot].where(keep[:, slot, None], 0)
+        summand = results[:, slot] if router is None else results[:, slot] * router[:, slot, None]
+        wanted += summand.where(keep[:, slot, None], 0)
     results[~keep] = torch.nan
+    if router is not None:
+        router[~keep] = torch.inf
     out = torch.full((tokens, n), torch.nan, dtype=dtype, device=GPU)
-    CudaSum(describe("cuda"), str(dtype).removeprefix("torch."), pdl=True)(results, ids, None, 16, out)
+    CudaSum(describe("cuda"), str(dtype).removeprefix("torch."), pdl=True)(results, ids, None, 16, out, router)
     assert torch.equal(out, wanted.to(dtype))
 
 

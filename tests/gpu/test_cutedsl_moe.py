@@ -37,7 +37,7 @@ def fitting(problem, seed, count):
         for c in found
         if (c.rows, c.warpgroups) in configs.TILES
         and c.pieces in configs.PIECES[c.tokens]
-        and all(fits(device, shape) for shape in configs.shapes(problem, c))
+        and all(fits(device, shape, configs.RING_BYTES) for shape in configs.shapes(problem, c))
     )
     return [next(usable) for _ in range(count)]
 

@@ -78,8 +78,8 @@ def run(shape, x, blob, global_scale, counts, out, *, n, blocks=3, band=2, pairs
     bias, vector = given.get("bias"), given.get("vector")
     at = [place(x), place(blob), place(out), place(global_scale), place(bias)]
     at += [memory.add(tiles) if len(tiles) else 0, memory.add(np.array([len(tiles)], np.int32))]
-    at += [memory.add(np.zeros(1, np.int32)), place(pairs)]
-    at += [place(given.get("factors")), place(vector)]
+    taken = memory.add(np.zeros(1, np.int32))
+    at += [taken, place(pairs), place(given.get("factors")), place(vector)]
     integers = [n, blob.shape[1], blob.shape[2], global_scale.shape[1]]
     integers.append(0 if bias is None else 1 if bias.dtype == x.dtype else 2)
     integers += [n if vector is not None and vector.ndim == 2 else 0, band]
@@ -94,6 +94,9 @@ def run(shape, x, blob, global_scale, counts, out, *, n, blocks=3, band=2, pairs
         smem_bytes=shape.smem_bytes,
         seed=order,
     )
+    # Every block with a tile takes one more behind each of its own: as many as there are if none is done twice.
+    total = len(tiles) * -(-blob.shape[1] // shape.row_blocks)
+    assert memory.read(taken, np.int32, 1)[0] == total + min(blocks, total)
     raw = memory.read(at[2], np.uint8, out.numel() * out.element_size())
     return torch.from_numpy(raw).view(out.dtype).view_as(out)
 
@@ -220,6 +223,44 @@ def test_no_tiles_and_more_blocks_than_tiles():
     got = run(shape, x, blob, global_scale, [0, 3], out, n=64, blocks=4)
     right = products(x, weight, scale, [0, 3]) * global_scale[1]
     close(got[:3], right, 8)
+
+
+def one_row_each(schedule, stages=3):
+    """Arguments of `run` for 13 tiles of one row, each of one stage: slots are used again as soon as they may be."""
+    counts, k = [1] * 13, 64
+    g = torch.Generator().manual_seed(4)
+    weight, scale, global_scale = random_weight(len(counts), 64, k, g)
+    x = torch.randn(len(counts), k, generator=g).bfloat16()
+    pairs = torch.randperm(len(counts), generator=g).int()
+    right = torch.empty(len(counts), 64, dtype=torch.float64)
+    right[pairs.long()] = products(x, weight, scale, counts) * per_row(global_scale, counts)
+    shape = shape_of("summand", tokens=16, schedule=schedule, stages=stages)
+    blob = blobs(weight, scale, glu=False, dtype=x.dtype)
+    out = torch.full((len(counts), 64), 7.0)
+    return (shape, x, blob, global_scale, counts, out), {"n": 64, "pairs": pairs}, right
+
+
+@pytest.mark.parametrize("schedule", ["each", "ends-prefetch"])
+@pytest.mark.parametrize("stages", [3, 4])
+def test_tiles_of_one_stage_in_any_order(schedule, stages):
+    """More tiles than slots, by few blocks; the bits are the same whoever takes which."""
+    given, options, right = one_row_each(schedule, stages)
+    found = [run(*given, **options, blocks=1 + order % 4, order=order) for order in range(8)]
+    close(found[0], right, 18)
+    assert all(torch.equal(found[0], other) for other in found)
+
+
+@pytest.mark.parametrize("schedule", ["each", "ends-prefetch"])
+def test_too_few_slots_show(schedule, monkeypatch):
+    """One fewer than stages: a slot is written again before all have read what it says."""
+    given, options, _ = one_row_each(schedule)
+    wrap = r"(setp\.gt\.s32\s+%p\d+, %r\d+, )3(;\s+selp\.b32\s+%r\d+, 0, )"
+    text, found = re.subn(wrap, r"\g<1>1\2", ptx_of(given[0]))
+    assert found == 2, "the producer's and the others' way around"
+    monkeypatch.setitem(globals(), "ptx_of", lambda _: text)
+    for order in range(3):
+        with pytest.raises(AssertionError, match="may be"):
+            run(*given, **options, blocks=1, order=order)
 
 
 @pytest.mark.parametrize(
