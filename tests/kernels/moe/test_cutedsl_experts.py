@@ -96,7 +96,7 @@ def test_predictions_stay_above_the_bytes_of_the_weights(problem):
 def test_pieces_are_whole():
     for tokens, choices in configs.PIECES.items():
         for pieces in choices:
-            assert tokens % (16 * pieces) == 0
+            assert tokens % (8 * pieces) == 0, "wgmma takes tokens by eights"
 
 
 def test_device_code_counts_in_the_hash():

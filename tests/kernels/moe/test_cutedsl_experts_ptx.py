@@ -129,6 +129,7 @@ SHAPES = [
     {"rows": 128, "tokens": 16, "block_k": 128, "schedule": "ends", "float16": True},
     {"rows": 256, "warpgroups": 2, "tokens": 48, "pieces": 3},
     {"rows": 128, "warpgroups": 2, "tokens": 160, "pieces": 10, "schedule": "ends-prefetch"},
+    {"rows": 128, "warpgroups": 2, "tokens": 192, "pieces": 8, "block_k": 128},
 ]
 
 
