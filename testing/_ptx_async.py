@@ -33,6 +33,7 @@ class Asynchronous:
     _address: Callable[[str, int], Array]
     _shared: Callable[..., Array]
     _copy_tensor: Callable[[tuple[str, ...], Array], None]
+    _spare_wgmmas: Callable[[Array], None]
     registers: dict[str, Array]
 
     def __init__(self) -> None:
@@ -82,6 +83,7 @@ class Asynchronous:
             read = size > 0
             values = np.zeros(where.shape, np.uint8)
             values[read] = self.block.memory.data[self.block.memory.where(self._address(ops[1], 64)[run][read], PIECE)]
+            self._spare_wgmmas(where)
             order.write(self.clock[run], where, under_way=True)
             self.block.smem[where] = POISON
             self.copies[-1].append((where, values, self.clock[run]))
@@ -114,7 +116,7 @@ class Asynchronous:
             assert not overtaken, f"the load of {targets} may be on its way, and what it reads is overwritten"
         values = self.block.memory.data[self.block.memory.where(source + pieces, PIECE)].reshape(1, size)
         barrier = self._mbarrier_at(ops[3], run)
-        order.write(self.clock[run], where, under_way=True)
+        order.write(self.clock[run], where, under_way=True, generic=False)
         self.block.smem[where] = POISON
         times = order.now[self.clock[run], self.clock[run]]
         known = order.release(self.clock[run])

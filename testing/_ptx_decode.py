@@ -11,7 +11,7 @@ from ._ptx_warp import Warp
 
 __all__ = ["Step", "decode"]
 
-IGNORED = ("fence", "membar", "griddepcontrol")  # one block runs at a time, and one kernel
+IGNORED = ("membar", "griddepcontrol")  # one block runs at a time, and one kernel
 # Others may run after these.
 PAUSES = ("barrier", "mbarrier", "cp", "bar", "vote", "ldmatrix", "stmatrix", "wgmma", "atom")
 

@@ -2,6 +2,10 @@
 
 Threads are ordered by their own code, by barriers of a block or a warp, and by an mbarrier: what a thread did before it
 arrived comes before what others do after they have waited. That a warp's lanes run side by side orders nothing.
+
+wgmma reads through the async proxy, bulk copies write through it; all others go through the generic one. What that
+wrote wgmma may read when its thread has had the write before it, and then a fence between the two proxies. A fence of
+the writer's, which would do as well, is not counted.
 """
 
 from __future__ import annotations
@@ -29,6 +33,8 @@ class Order:
         self._added: Array | None = None  # the same for atomic additions, once there is one
         self._writer = np.zeros(words, np.int32)
         self._written = np.zeros(words, np.int32)
+        self._generic = np.zeros(words, bool)  # whether that went through the generic proxy
+        self._fenced = np.zeros((threads, threads), np.int32)  # what each knew at its last fence between the proxies
 
     def meet(self, threads: Array) -> None:
         """They pass a barrier together."""
@@ -54,7 +60,23 @@ class Order:
         self._after_additions(threads, words, "reads")
         self._read[words, threads[:, None]] = self.now[threads, threads][:, None]
 
-    def write(self, threads: Array, where: Array, *, under_way: bool = False) -> None:
+    def fence_proxies(self, threads: Array) -> None:
+        """What they know to be written may now be read through the async proxy."""
+        self._fenced[threads] = self.now[threads]
+
+    def read_async(self, threads: Array, where: Array) -> None:
+        """The same as `read` through the async proxy."""
+        self.read(threads, where)
+        if not len(self._written):
+            return
+        words = where[:, ::WORD] // WORD
+        late = self._generic[words] & (self._written[words] > self._fenced[threads[:, None], self._writer[words]])
+        if late.any():
+            lane, word = np.argwhere(late)[0]
+            writer, at = self._writer[words[lane, word]], int(words[lane, word]) * WORD
+            raise AssertionError(f"no fence between the proxies that thread {writer} wrote and wgmma reads by, at {at}")
+
+    def write(self, threads: Array, where: Array, *, under_way: bool = False, generic: bool = True) -> None:
         """The same for writes, and for reads before them; those under way are done when `landed` says so."""
         if not len(self._written):
             return
@@ -63,6 +85,7 @@ class Order:
         self._after_additions(threads, words, "overwrites")
         self._after_reads(threads, words)
         self._writer[words] = threads[:, None]
+        self._generic[words] = generic
         self._written[words] = UNDER_WAY if under_way else self.now[threads, threads][:, None]
 
     def add(self, threads: Array, where: Array) -> None:

@@ -71,6 +71,19 @@ class Hopper(Asynchronous):
         else:
             assert kinds[0] == "fence"
 
+    def _fence(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
+        """Those between the proxies; all others change nothing here, where one block runs at a time."""
+        if kinds in (["proxy", "async", "shared::cta"], ["proxy", "async", "shared::cluster"], ["proxy", "async"]):
+            self.block.order.fence_proxies(self.clock[run])
+
+    def _spare_wgmmas(self, where: Array) -> None:
+        """AssertionError if one that may not be done reads any of these bytes."""
+        first, last = where.min(), where.max()
+        for group in (group for warp in self.block.warps for group in warp.wgmmas):
+            for read in group:
+                near = read.min() <= last and read.max() >= first
+                assert not (near and np.isin(read, where).any()), "a wgmma may still read what is overwritten"
+
     def _multiply(self, kinds: list[str], ops: tuple[str, ...], run: Array) -> None:
         """This warp's 16 rows."""
         accumulators, registers, descriptor, accumulate, *signs = ops
@@ -83,7 +96,7 @@ class Hopper(Asynchronous):
         row = np.arange(n)[:, None]
         where = swizzled(start + row // 8 * stride + row % 8 * ROW_BYTES + np.arange(32))
         assert self.block.owns(int(where.min()), int(where.max()) + 1), "outside of shared memory"
-        self.block.order.read(self.clock[:1], where.reshape(1, -1))
+        self.block.order.read_async(self.clock[:1], where.reshape(1, -1))
         self.wgmmas[-1].append(where.reshape(1, -1))
         b = to_floats(self.block.smem[where].view(np.uint16), kind).astype(np.float64)  # [n, 16]
         d = fragment(self._words(registers), kind) @ b.T
@@ -123,7 +136,7 @@ class Hopper(Asynchronous):
         sources = pointer + 2 * (r[inside].astype(np.int64) * stride + c[inside])
         values[inside] = block.memory.data[block.memory.where(sources, 2)].view(np.uint16)[:, 0]
         barrier = self._mbarrier_at(ops[2], run)
-        order.write(self.clock[run], where, under_way=True)
+        order.write(self.clock[run], where, under_way=True, generic=False)
         block.smem[where] = POISON
         times = order.now[self.clock[run], self.clock[run]]
         known = order.release(self.clock[run])

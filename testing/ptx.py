@@ -7,8 +7,9 @@ for its own, or at random before an mbarrier completes. A read or write outside 
 
 Accesses to shared memory are also compared with what orders them (`_ptx_order`), so a fault is seen whatever the timing
 of the run. A bulk copy may overtake loads that were issued before it: it must not overwrite what they read before
-something has used the last of them. What is not seen: fences between blocks, order in global memory, bank conflicts,
-and how ptxas moves instructions.
+something has used the last of them. wgmma must not read what others than bulk copies wrote without a fence between the
+two proxies behind the wait for it. What is not seen: fences between blocks, order in global memory, bank conflicts, and
+how ptxas moves instructions.
 """
 
 from __future__ import annotations

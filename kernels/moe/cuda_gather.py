@@ -46,6 +46,10 @@ class CudaGather:
             pdl=pdl,
         )
 
+    def load(self, index: int) -> None:
+        """Onto a device."""
+        self._gather.load(index)
+
     def __call__(
         self,
         x: Tensor,

@@ -126,8 +126,10 @@ def test_skew(name, m):
 
 
 @pytest.mark.parametrize("m", [5, 300])
-def test_a_graph_follows_new_ids(m):
-    case = MoeCase.random(SMALL, m, 31, GPU, nan=False, layout_id=layout(SMALL))
+@pytest.mark.parametrize("kind", [15, 31])
+def test_a_graph_follows_new_ids(m, kind):
+    """Where the first product reads x where it lies, and (31, with pre_quant_scale) behind a launch that sorts it."""
+    case = MoeCase.random(SMALL, m, kind, GPU, nan=False, layout_id=layout(SMALL))
     launch = MOE.build(describe("cuda"), SMALL, configs.best(describe("cuda"), SMALL, m))
     out = torch.empty(case.shape, dtype=case.x.dtype, device=GPU)
     arguments = case.arguments
@@ -136,7 +138,7 @@ def test_a_graph_follows_new_ids(m):
     with torch.cuda.graph(graph):
         launch(arguments, out)
     for seed in range(4):
-        other = MoeCase.random(SMALL, m, 32 * seed + 31, GPU, nan=False)
+        other = MoeCase.random(SMALL, m, 32 * seed + kind, GPU, nan=False)
         case.ids.copy_(other.ids)
         case.router.copy_(other.router)
         case.x.copy_(other.x)
@@ -190,6 +192,23 @@ def test_parts_give_the_same_bits(monkeypatch):
     launch(case.arguments, parts)
     case.compare(whole)
     assert torch.equal(whole, parts)
+
+
+@pytest.mark.parametrize("m", [7, 200, 1100])
+def test_sorting_x_first_changes_no_bit(m):
+    """As is done for rows that begin on no 16-byte boundary."""
+    case = MoeCase.random(SMALL, m, 8, GPU, nan=False, layout_id=layout(SMALL))
+    wide = torch.full((m, SMALL.k + 3), torch.nan, dtype=case.x.dtype, device=GPU)
+    wide[:, 3:] = case.x
+    moved = replace(case, x=wide[:, 3:])
+    assert cutedsl_moe.gathers(case.arguments) and not cutedsl_moe.gathers(moved.arguments)
+    for config in [configs.best(describe("cuda"), SMALL, m), *fitting(SMALL, m, 2)]:
+        launch = MOE.build(describe("cuda"), SMALL, config)
+        outs = [torch.full(case.shape, torch.nan, dtype=case.x.dtype, device=GPU) for _ in range(2)]
+        case.launch(launch, outs[0])
+        moved.launch(launch, outs[1])
+        case.compare(outs[0])
+        assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("m", [64, 512, 2000])

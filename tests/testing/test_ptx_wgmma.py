@@ -100,6 +100,27 @@ def test_bytes_that_do_not_come_are_waited_for():
         run(x, 0, change=lambda text: text.replace("[%r2+2048], 2048", "[%r2+2048], 4096"))
 
 
+ONES = "shl.b32 %r16, %r0, 2; st.shared.b32 [%r16], %r5; bar.warp.sync -1;"  # the first token's row
+FENCE = "fence.proxy.async.shared::cta;"
+
+
+def test_a_fence_lets_wgmma_read_what_stores_wrote():
+    before = "wgmma.fence.sync.aligned;"
+    x = np.full((40, 64), 2, np.float32)
+    sums = run(x, 0, change=lambda text: text.replace(before, ONES + FENCE + before))
+    assert np.array_equal(sums[:, 0], [16] + [32] * 15)
+    for wrong in (ONES, FENCE + ONES):
+        with pytest.raises(AssertionError, match="no fence between the proxies"):
+            run(x, 0, change=lambda text, wrong=wrong: text.replace(before, wrong + before))
+
+
+def test_a_copy_by_threads_spares_what_a_wgmma_may_still_read():
+    x = np.ones((40, 64), np.float32)
+    copy = "ld.param.b64 %rd5, [target]; shl.b32 %r16, %r0, 4; cp.async.cg.shared.global [%r16], [%rd5], 16;"
+    with pytest.raises(AssertionError, match="may still read"):
+        run(x, 0, second=copy)
+
+
 # Two warps; the first one's value reaches the second one through shared memory and a barrier of 64 threads.
 MEET = """
 .visible .entry kernel(

@@ -68,6 +68,17 @@ class ExpertConsumer(Consumer):
             row, expert, first, rows = self.work.told(slot)
 
     @cute.jit
+    def fetch(self, stage: Int32):
+        """As in `Consumer`: what follows the wait for a stage, and comes before its first wgmma.
+
+        Rows that were gathered were written as ordinary stores write, and wgmma reads otherwise: the fence orders the
+        two. It stands here because who copies would have to wait for the copies first.
+        """
+        if const_expr(self.shape.gathered):
+            cute.arch.fence_view_async_shared()
+        Consumer.fetch(self, stage)
+
+    @cute.jit
     def multiply_pieces(self, pieces: Int32, way: cutlass.Constexpr[int], stage: Int32, phase: Int32) -> Any:
         """Multiply a tile of at least `way` pieces."""
         if const_expr(way == self.shape.pieces):

@@ -47,7 +47,8 @@ class ExpertEpilogue(Epilogue):
         super().__init__(shape, ring, work, warp, out, global_scale, Int32(0), bias, bias_kind, nothing, nothing)
         self.parts, self.pairs, self.factors, self.constants = parts, pairs, factors, constants
         self.vector, self.vector_stride = vector, vector_stride
-        self.listed = self.chunks + (shape.out_bytes - shape.tokens * LIST_BYTES)
+        if shape.listed:
+            self.listed = self.chunks + (shape.out_bytes - shape.tokens * LIST_BYTES)
         lane = self.thread % 32
         warp_row = warp % 4
         self.pair_token = lane % 4 * 2  # and the next: of each eight tokens
@@ -84,7 +85,7 @@ class ExpertEpilogue(Epilogue):
                     times = ptx.load_vector(where, Int32(self.vector != 0), c.float16)
                 found.append((value, added, times))
         listed = []  # of this thread's tokens: where their summands go, or their factors
-        if const_expr(c.result != "out"):
+        if const_expr(c.listed):
             for t in cutlass.range_constexpr((c.tokens + WARPGROUP - 1) // WARPGROUP):
                 token = self.thread + t * WARPGROUP
                 here = Int32(token < rows)
@@ -112,7 +113,7 @@ class ExpertEpilogue(Epilogue):
                     if token < c.tokens:
                         ptx.store_shared(self.listed + token * LIST_BYTES, listed[t])
             for i in cutlass.range_constexpr(c.own_blocks):
-                if const_expr(i == 0 or c.result == "activated"):
+                if const_expr(c.listed if i == 0 else c.result == "activated"):
                     self.barrier()  # the list is written, and the block before has been read
                 if const_expr(c.result == "summand"):
                     for sixteen in cutlass.range_constexpr(c.tokens // 16):
@@ -201,13 +202,21 @@ class ExpertEpilogue(Epilogue):
         words = []
         for eight in cutlass.range_constexpr(2):
             pair = []
-            factors = ptx.load_two(self.listed + (token + eight * 8 + self.pair_token) * LIST_BYTES)
+            factors = self.two_factors(token + eight * 8)
             for e in cutlass.range_constexpr(2):
                 g = (sums[4 * eight + e] * UNSCALE * gate[0] + gate[1]) * factors[e]
                 u = (sums[4 * eight + 2 + e] * UNSCALE * up[0] + up[1]) * factors[e]
                 pair.append(activate(c.activation, g, u, *self.constants))
             words.append(ptx.scaled(gemm_ptx.pack(pair[0], pair[1], c.float16), gate[2], c.float16))
         ptx.store_half(self.written + buffer, *words)
+
+    @cute.jit
+    def two_factors(self, token: cutlass.Constexpr[int]) -> Any:
+        """Of this thread's two of eight tokens."""
+        found = (Float32(1.0), Float32(1.0))
+        if const_expr(self.shape.listed):
+            found = ptx.load_two(self.listed + (token + self.pair_token) * LIST_BYTES)
+        return found
 
     @cute.jit
     def write_plain(
@@ -219,7 +228,7 @@ class ExpertEpilogue(Epilogue):
         for p in cutlass.range_constexpr(4):
             value, added, times = lower if p % 2 else upper
             pair = []
-            factors = ptx.load_two(self.listed + (token + p // 2 * 8 + self.pair_token) * LIST_BYTES)
+            factors = self.two_factors(token + p // 2 * 8)
             for e in cutlass.range_constexpr(2):
                 a = (sums[2 * p + e] * UNSCALE * value + added) * factors[e]
                 pair.append(activate(c.activation, a, a, *self.constants))

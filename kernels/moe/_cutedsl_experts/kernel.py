@@ -13,6 +13,7 @@ from ...gemm._cutedsl_wgmma.shape import WARPGROUP
 from ...gemm._cutedsl_wgmma.work import Ring, x_layout
 from .consumer import ExpertConsumer
 from .epilogue import ExpertEpilogue
+from .gather import GatherProducer
 from .producer import ExpertProducer
 from .shape import ExpertShape
 from .work import ExpertWork
@@ -34,7 +35,8 @@ class Product:
         operation: Any = cpasync.CopyBulkTensorTileG2SOp()
         x_copy, x_tensor = cpasync.make_tiled_tma_atom(operation, tensor, stage, (c.tokens, c.block_k))
         a, i, f = Int64(0), Int32(0), Float32(0.0)
-        self.kernel(x_copy, x_tensor, a, a, a, a, a, a, a, a, a, a, i, i, i, i, i, i, i, f, f, f).launch(
+        addresses, integers = (a,) * 11, (i,) * 10
+        self.kernel(x_copy, x_tensor, *addresses, *integers, f, f, f).launch(
             grid=[1, 1, 1],
             block=[c.threads, 1, 1],
             smem=c.smem_bytes,
@@ -47,8 +49,9 @@ class Product:
     @cute.kernel
     def kernel(
         self,
-        x_copy: cute.CopyAtom,  # with the tensor map of x
+        x_copy: cute.CopyAtom,  # with the tensor map of x; not of rows that are gathered
         x: cute.Tensor,  # [rows, K]: by position
+        x_rows: Int64,  # x [T, K] by token, where rows are gathered
         weight: Int64,  # [E, blocks, k_blocks, 2304] bytes
         out: Int64,  # by position [rows, n] of x's type, or by pair [pairs, n] float32
         global_scale: Int64,  # [E, parts] float32
@@ -56,7 +59,7 @@ class Product:
         tiles: Int64,  # int32 [count, 4]: expert, first position, rows
         count: Int64,  # int32
         taken: Int64,  # int32, zero: tiles that blocks have taken behind their first
-        pairs: Int64,  # int32, by position
+        pairs: Int64,  # int32, by position: rows of out, or where rows are gathered those of x times top_k
         factors: Int64,  # float32, by position; 0: none
         vector: Int64,  # [n] or [E, n] of x's type; 0: none
         n: Int32,  # columns of out
@@ -66,6 +69,9 @@ class Product:
         bias_kind: Int32,  # 0: none, 1: of x's type, 2: float32
         vector_stride: Int32,  # 0 or n
         band: Int32,  # tiles that advance together
+        k: Int32,  # of x_rows
+        row_pieces: Int32,  # of 16 bytes from one of its rows to the next
+        top_k: Int32,
         limit: Float32,
         alpha: Float32,
         beta: Float32,
@@ -77,22 +83,30 @@ class Product:
         if warp == producer_warp:
             with cute.arch.elect_one():
                 for stage in cutlass.range_constexpr(c.stages):
-                    cute.arch.mbarrier_init(ring.bars + stage, 1)
+                    cute.arch.mbarrier_init(ring.bars + stage, c.full_arrivals)
                     cute.arch.mbarrier_init(ring.bars + c.stages + stage, WARPGROUP * c.warpgroups)
                 cute.arch.mbarrier_init_fence()
             cute.arch.sync_warp()
-            cpasync.prefetch_descriptor(x_copy)
-            cute.arch.barrier_arrive(barrier_id=READY_BARRIER, number_of_threads=WARPGROUP * c.warpgroups + 32)
-        if warp < producer_warp:
-            cute.arch.barrier(barrier_id=READY_BARRIER, number_of_threads=WARPGROUP * c.warpgroups + 32)
+            if const_expr(not c.gathered):
+                cpasync.prefetch_descriptor(x_copy)
+            cute.arch.barrier_arrive(barrier_id=READY_BARRIER, number_of_threads=c.waiting_threads)
+        waits = warp < producer_warp
+        if const_expr(c.gathered):
+            waits = warp != producer_warp
+        if waits:
+            cute.arch.barrier(barrier_id=READY_BARRIER, number_of_threads=c.waiting_threads)
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
         work = ExpertWork(c, ring, tiles, count, taken, n, blocks, k_blocks, band)
         if warp >= producer_warp:
             if const_expr(c.consumer_registers):
                 cute.arch.setmaxregister_decrease(c.producer_registers)
-            if warp == producer_warp:
-                ExpertProducer(c, ring, work, x_copy, weight).run()
+            if const_expr(c.gathered):
+                leads = warp == producer_warp
+                GatherProducer(c, ring, work, leads, x_rows, pairs, weight, k, row_pieces, top_k).run()
+            else:
+                if warp == producer_warp:
+                    ExpertProducer(c, ring, work, x_copy, weight).run()
         else:
             if const_expr(c.consumer_registers):
                 cute.arch.setmaxregister_increase(c.consumer_registers)

@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 __all__ = ["FIELDS", "ProductLaunch", "arguments", "source_files"]
 
-# The kernel's parameters, in the order of its signature: map of x, its shape, ten addresses, seven integers, three
+# The kernel's parameters, in the order of its signature: map of x, its shape, eleven addresses, ten integers, three
 # constants of the activation.
-FIELDS = ("128s", "2i", *"PPPPPPPPPP", *"iiiiiii", *"fff")
+FIELDS = ("128s", "2i", *"PPPPPPPPPPP", *"iiiiiiiiii", *"fff")
+NO_MAP = bytes(128)
+PIECE_VALUES = 8  # of 16 bytes
 NO_CONSTANTS = (0.0, 0.0, 0.0)
 
 
@@ -78,13 +80,14 @@ class ProductLaunch:
         factors: Tensor | None = None,
         vector: Tensor | None = None,
         constants: Constants = NO_CONSTANTS,
+        top_k: int = 0,
     ) -> None:
         """One launch, on the current stream.
 
         Parameters
         ----------
         x
-            [rows, K] in the order of positions; rows begin on 16-byte boundaries.
+            [rows, K] in the order of positions, or where rows are gathered [T, K]; rows begin on 16-byte boundaries.
         weight, global_scale
             Blobs of all experts; float32 [E, 1] or [E, 2].
         tiles
@@ -96,23 +99,27 @@ class ProductLaunch:
         bias
             [E, n], behind a gate [E, 2 n]; in x's dtype or float32.
         pairs
-            Int32, by position: the row of out. Of "summand" only.
+            Int32, by position: the row of out, of "summand"; and where rows are gathered, top_k times the row of x.
         factors
-            Float32, by position: the router's weights on the input. Of "activated" only.
+            Float32, by position: the router's weights on the input. Of "activated" only, and not of gathered rows.
         vector
             [n] or [E, n] in x's dtype: multiplies what was activated and rounded.
         constants
             Of the activation.
+        top_k
+            Where rows are gathered.
         """
         m, k = x.shape
+        gathered, stride = self.shape.gathered, x.stride(0) if m > 1 else k
         self._launch.launch(
             min(self._most, tiles.most_tiles * self._row_tiles),
             1,
             1,
             torch._C._cuda_getCurrentRawStream(x.get_device()),
-            self._maps.get(x.data_ptr(), m, k, x.stride(0) if m > 1 else k),
+            NO_MAP if gathered else self._maps.get(x.data_ptr(), m, k, stride),
             m,
             k,
+            x.data_ptr() if gathered else 0,
             weight.data_ptr(),
             out.data_ptr(),
             global_scale.data_ptr(),
@@ -130,8 +137,15 @@ class ProductLaunch:
             0 if bias is None else 1 if bias.dtype == x.dtype else 2,
             self._n if vector is not None and vector.ndim == 2 else 0,
             self._band,
+            k,
+            stride // PIECE_VALUES,
+            top_k,
             *constants,
         )
+
+    def load(self, index: int) -> None:
+        """Onto a device."""
+        self._launch.load(index)
 
 
 def _address(tensor: Tensor | None) -> int:

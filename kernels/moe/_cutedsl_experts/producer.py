@@ -33,7 +33,7 @@ class ExpertProducer(Producer):
         stage = Int32(0)
         phase = Int32(1)
         slot = Int32(0)
-        expert_bytes = Int64(self.weight_blocks) * Int64(self.work.k_blocks) * BLOCK_BYTES
+        expert_bytes = self.expert_bytes()
         expert = Int32(NO_EXPERT)
         row = Int32(0)
         first = Int32(0)
@@ -61,6 +61,11 @@ class ExpertProducer(Producer):
         with cute.arch.elect_one():
             self.work.tell(slot, row, Int32(NO_EXPERT), first, rows)
             cute.arch.mbarrier_arrive(self.bars + stage)
+
+    @cute.jit
+    def expert_bytes(self) -> Int64:
+        """Of one expert's weight."""
+        return Int64(self.weight_blocks) * Int64(self.work.k_blocks) * BLOCK_BYTES
 
     @cute.jit
     def load_boxes(self, stage: Int32, position: Int32, boxes: Int32, k_tile: Int32):

@@ -13,19 +13,22 @@ from ...gemm._cutedsl_wgmma.ptx import asm, several, unpack
 __all__ = [
     "add_one",
     "copy_out_if",
+    "copy_piece",
     "load_factor",
+    "load_four",
     "load_int",
     "load_pair",
-    "load_slot",
+    "load_shared",
     "load_tile",
     "load_two",
     "load_vector",
     "load_x",
     "map_address",
+    "quotient",
     "scaled",
+    "store_four",
     "store_half",
     "store_shared",
-    "store_slot",
     "store_summands",
 ]
 
@@ -87,14 +90,14 @@ def add_one(address: Int64, condition: Int32, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def store_slot(smem: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc=None, ip=None):
+def store_four(smem: Int32, a: Int32, b: Int32, c: Int32, d: Int32, *, loc=None, ip=None):
     """Four int32 to shared memory."""
     values = [Int32(smem), Int32(a), Int32(b), Int32(c), Int32(d)]
     asm(None, values, "st.shared.v4.b32 [$0], {$1, $2, $3, $4};", "r,r,r,r,r", effects=True, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def load_slot(smem: Int32, *, loc=None, ip=None):
+def load_four(smem: Int32, *, loc=None, ip=None):
     """Four int32 of shared memory."""
     text = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
     found = asm(several("i32", 4), [Int32(smem)], text, "=r,=r,=r,=r,r", effects=True, loc=loc, ip=ip)
@@ -123,6 +126,34 @@ def load_x(smem: Int32, tensor_map: Int64, column: Int32, row: Int32, bar: Int32
     asm(None, values, text, "r,l,r,r,r", effects=True, loc=loc, ip=ip)
 
 
+@dsl_user_op
+def copy_piece(
+    smem: Int32,
+    x: Int64,
+    place: Int32,
+    size: Int32,
+    condition: Int32,
+    smem_offset: cutlass.Constexpr[int],
+    x_offset: cutlass.Constexpr[int],
+    *,
+    loc=None,
+    ip=None,
+):
+    """Copy sixteen bytes from `place` times 16 bytes behind x; with a size of 0 zeros instead. Both may be offset."""
+    text = (
+        "{.reg .pred p; .reg .b64 at; setp.ne.b32 p, $4, 0; mad.wide.u32 at, $2, 16, $1;"
+        f"@p cp.async.cg.shared.global [$0 + {smem_offset}], [at + {x_offset}], 16, $3;}}"
+    )
+    values = [Int32(smem), Int64(x), Int32(place), Int32(size), Int32(condition)]
+    asm(None, values, text, "r,l,r,r,r", effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def quotient(a: Int32, b: Int32, *, loc=None, ip=None):
+    """Of integers that are not negative."""
+    return Int32(asm(T.i32(), [Int32(a), Int32(b)], "div.u32 $0, $1, $2;", "=r,r,r", effects=False, loc=loc, ip=ip))
+
+
 # ---- the way out ----
 
 
@@ -131,6 +162,12 @@ def store_shared(smem: Int32, value: Any, *, loc=None, ip=None):
     """An int32 or a float32 to shared memory."""
     kind = "f" if isinstance(value, Float32) else "r"
     asm(None, [Int32(smem), value], "st.shared.b32 [$0], $1;", f"r,{kind}", effects=True, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def load_shared(smem: Int32, *, loc=None, ip=None):
+    """An int32 of shared memory."""
+    return Int32(asm(T.i32(), [Int32(smem)], "ld.shared.b32 $0, [$1];", "=r,r", effects=True, loc=loc, ip=ip))
 
 
 @dsl_user_op

@@ -70,14 +70,14 @@ class ExpertWork:
     @cute.jit
     def tell(self, slot: Int32, row: Int32, expert: Int32, first: Int32, rows: Int32):
         """Before the arrival at the barrier of the tile's first stage."""
-        ptx.store_slot(self.slots + slot * SLOT_BYTES, row, expert, first, rows)
+        ptx.store_four(self.slots + slot * SLOT_BYTES, row, expert, first, rows)
 
     # ---- the others' ----
 
     @cute.jit
     def told(self, slot: Int32) -> Any:
         """(row tile, expert, first position, rows of x) of a tile; no expert: the last was before it."""
-        row, expert, first, rows = ptx.load_slot(self.slots + slot * SLOT_BYTES)
+        row, expert, first, rows = ptx.load_four(self.slots + slot * SLOT_BYTES)
         return row, expert, first, rows
 
     @cute.jit

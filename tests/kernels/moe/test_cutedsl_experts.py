@@ -3,10 +3,13 @@
 from dataclasses import replace
 
 import pytest
+import torch
+from nvfp4.kernels.gemm.cutedsl_wgmma import fits
 from nvfp4.kernels.kernel import implementation_hash
 from nvfp4.kernels.moe import _cutedsl_config as configs
+from nvfp4.kernels.moe.arguments import MoeArguments
 from nvfp4.kernels.moe.cutedsl_grouped import CuteDslGrouped
-from nvfp4.kernels.moe.cutedsl_moe import CuteDslMoe
+from nvfp4.kernels.moe.cutedsl_moe import CuteDslMoe, gathers
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing.conformance import H200, problems
 
@@ -99,9 +102,40 @@ def test_pieces_are_whole():
             assert tokens % (8 * pieces) == 0, "wgmma takes tokens by eights"
 
 
+@pytest.mark.parametrize("problem", LARGE[:4], ids=lambda p: p.label)
+def test_what_gathers_fits_wherever_the_other_product_does(problem):
+    """It keeps a list of rows, but none of factors."""
+    for config in configs.space(H200, problem):
+        first, _ = configs.shapes(problem, config)
+        if fits(H200, first, configs.RING_BYTES):
+            gathered = replace(first, gathered=True)
+            assert fits(H200, gathered, configs.RING_BYTES), config
+            assert gathered.consumer_registers >= first.consumer_registers
+
+
+def test_the_first_product_gathers_where_it_can():
+    x = torch.zeros(4, 64, dtype=torch.bfloat16)
+    wide = torch.zeros(4, 72, dtype=torch.bfloat16)
+    nothing = torch.zeros(1)
+
+    def arguments(x, **given):
+        weights = dict.fromkeys(("w13", "w13_scale_2", "w2", "w2_scale_2", "topk_ids", "topk_weights"), nothing)
+        return MoeArguments(x=x, **weights, w13_scale=None, w2_scale=None, constants=(0.0, 0.0, 0.0), **given)
+
+    assert gathers(arguments(x)) and gathers(arguments(wide[:, :64])) and gathers(arguments(wide[:, 8:]))
+    assert gathers(arguments(x, w2_pre_quant_scale=nothing, w13_bias=nothing))
+    assert not gathers(arguments(x, pre_quant_scale=nothing))
+    assert not gathers(arguments(x, weights_on_input=True))
+    assert not gathers(arguments(wide[:, 4:68]))
+    assert not gathers(arguments(torch.zeros(4, 68, dtype=torch.bfloat16)[:, :64]))
+    assert gathers(arguments(torch.zeros(1, 68, dtype=torch.bfloat16)[:, :64])), "one row has no next"
+    far = torch.empty(1 << 36, dtype=torch.bfloat16, device="meta").as_strided((5, 64), (1 << 33, 1))
+    assert not gathers(arguments(far)), "32 bits do not count so many pieces"
+
+
 def test_device_code_counts_in_the_hash():
     names = {path.name for kernel in KERNELS for path in kernel.source_files()}
-    assert {"route.cu", "gather.cu", "sum.cu", "fragment.cuh", "ptx.cuh", "consumer.py", "epilogue.py"} <= names
+    assert {"route.cu", "gather.cu", "sum.cu", "fragment.cuh", "ptx.cuh", "consumer.py", "gather.py"} <= names
     assert "launch.py" not in names
     assert len({implementation_hash(kernel) for kernel in KERNELS}) == 2
     for kernel in KERNELS:

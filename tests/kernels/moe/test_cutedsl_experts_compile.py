@@ -3,6 +3,7 @@
 import random
 import re
 import struct
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -46,8 +47,9 @@ def valid():
     return list(found.values())
 
 
-def check(problem, config, index):
+def check(problem, config, index, *, gathered=False):
     size, shape = configs.sizes(problem)[index], configs.shapes(problem, config)[index]
+    shape = replace(shape, gathered=gathered)
     launch = ProductLaunch(H200, shape, rows=size.rows, k=size.k, n=size.n, band=8, pdl=True)
     compiled = launch.compiled
     assert compiled.stack_bytes == 0, "registers are spilled"
@@ -65,6 +67,14 @@ def check(problem, config, index):
     waits, _ = shape.waits
     expected = shape.pieces * (sum(wait is not None for wait in waits) + 1)
     assert len(re.findall(r"DEPBAR\.LE gsb0", sass)) == expected
+    # One fence between the proxies for each stage that is waited for, and none where TMA writes x.
+    fences = len(re.findall(r"FENCE\.VIEW\.ASYNC", sass)) - 1  # and that behind the barriers' making
+    assert fences == (shape.pieces + shape.prefetch if gathered else 0)
+    copies = re.findall(r"LDGSTS\.E\.BYPASS\.128", sass)
+    assert len(copies) == (shape.tokens // 16 * shape.k_blocks if gathered else 0)
+    if gathered and shape.consumer_registers:
+        producer = re.search(r"USETMAXREG\.DEALLOC.*?(?=USETMAXREG)", sass, re.DOTALL)
+        assert max(int(number) for number in re.findall(r"\bR(\d+)\b", producer[0])) < shape.producer_registers
     return compiled
 
 
@@ -80,7 +90,12 @@ def test_float16_and_rows_of_out_that_are_not_aligned(problem, m):
     check(problem, configs.best(H200, problem, m), 0)
 
 
+@pytest.mark.parametrize("m", [16, 512, 1024, 4096])
+def test_defaults_that_gather(m):
+    check(SITU, configs.best(H200, SITU, m), 0, gathered=True)
+
+
 @pytest.mark.parametrize("index", range(6))
 def test_a_sample_of_the_space(index):
     found = valid()
-    check(SITU, found[index * len(found) // 6], index % 2)
+    check(SITU, found[index * len(found) // 6], index % 2, gathered=index % 4 == 2)

@@ -67,20 +67,37 @@ def test_grouped_copies_rows_that_tma_cannot_read():
         ("swiglu", 2, {"tokens": 32, "pieces": 2}, 29),
         ("relu2", 2, {"block_k": 128}, 18),
         ("situ", 1, {"schedule": "ends", "rows": 128, "warpgroups": 2}, 47),
+        ("swiglu", 2, {"tokens": 32, "pieces": 2}, 15),
+        ("relu2", 1, {"block_k": 128}, 2),
     ],
     ids=str,
 )
 def test_moe(activation, top_k, changes, seed):
+    """Without the launch that copies x, unless something is multiplied first."""
     problem = replace(MOE, activation=activation, top_k=top_k, dtype="float16" if seed & 1 else "bfloat16")
     _, launched = run(CuteDslMoe(), problem, replace(USUAL, **changes), 21, seed)
-    assert [name for name in launched if name] == ["route", "gather", "sum"]
-    assert len(launched) == 5
+    copied = bool(seed & 16) or (top_k == 1 and bool(seed & 32))
+    assert [name for name in launched if name] == ["route", *["gather"] * copied, "sum"]
+    assert len(launched) == 4 + copied
+
+
+@pytest.mark.parametrize(("offset", "apart"), [(3, 3), (8, 4)])
+def test_moe_copies_rows_that_do_not_begin_on_16_bytes(offset, apart):
+    case = experts_case(MOE, 5, 261, torch.device("cpu"), layout_id=CuteDslMoe().layout(CARD, MOE))
+    wide = torch.full((5, MOE.k + offset + apart), torch.nan, dtype=case.x.dtype)
+    wide[:, offset : offset + MOE.k] = case.x
+    moved = replace(case, x=wide[:, offset : offset + MOE.k])
+    sorted_first, launched = run(CuteDslMoe(), MOE, USUAL, 5, 261, case=moved)
+    assert launched.count("gather") == 1
+    where_it_lies, launched = run(CuteDslMoe(), MOE, USUAL, 5, 261, case=case)
+    assert launched.count("gather") == 0
+    assert torch.equal(sorted_first.nan_to_num(), where_it_lies.nan_to_num())
 
 
 def test_moe_in_parts_gives_the_same_bits(monkeypatch):
     whole, launched = run(CuteDslMoe(), MOE, USUAL, 5, 261)
     monkeypatch.setattr(cutedsl_moe, "WORKSPACE_BYTES", 2 * MOE.top_k * (4 * MOE.k + 2 * MOE.n))
     parts, more = run(CuteDslMoe(), MOE, USUAL, 5, 261, order=3)
-    assert len(launched) == 5 and len(more) == 15  # parts of 2, 2 and 1 tokens
+    assert len(launched) == 4 and len(more) == 12  # parts of 2, 2 and 1 tokens
     finite = ~whole.isnan()
     assert torch.equal(whole[finite], parts[finite]) and torch.equal(finite, ~parts.isnan())

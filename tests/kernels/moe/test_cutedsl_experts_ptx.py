@@ -76,18 +76,23 @@ def run(shape, x, blob, global_scale, counts, out, *, n, blocks=3, band=2, pairs
 
     tiles = tile_list(counts, shape.tokens)
     bias, vector = given.get("bias"), given.get("vector")
+    gathered = shape.gathered
     at = [place(x), place(blob), place(out), place(global_scale), place(bias)]
     at += [memory.add(tiles) if len(tiles) else 0, memory.add(np.array([len(tiles)], np.int32))]
     taken = memory.add(np.zeros(1, np.int32))
     at += [taken, place(pairs), place(given.get("factors")), place(vector)]
+    x_rows = 0
+    if gathered:  # its rows may be strided
+        x_rows = memory.add(x.as_strided((x.stride(0) * (len(x) - 1) + x.shape[1],), (1,)).view(torch.uint8).numpy())
     integers = [n, blob.shape[1], blob.shape[2], global_scale.shape[1]]
     integers.append(0 if bias is None else 1 if bias.dtype == x.dtype else 2)
     integers += [n if vector is not None and vector.ndim == 2 else 0, band]
+    integers += [x.shape[1], x.stride(0) // 8, given.get("top_k", 0)]
     floats = [struct.pack("<f", value) for value in given.get("constants", (0, 0, 0))]
     x_map = ptx.tensor_map(at[0], x.shape[0], x.shape[1], x.shape[1], shape.box_tokens)
     ptx.run(
         ptx_of(shape),
-        [x_map, bytes(8), *at[1:], *integers, *floats],
+        [bytes(128) if gathered else x_map, bytes(8), x_rows, *at[1:], *integers, *floats],
         memory,
         grid=(blocks, 1, 1),
         threads=shape.threads,
@@ -213,6 +218,40 @@ def check_activated(changes, name, counts, *, inter, bare=False):
     assert bool((got[m:] == 7).all())
 
 
+GATHERED = [
+    ({"tokens": 16}, 96),
+    ({"tokens": 16, "schedule": "ends-prefetch"}, 64),
+    ({"tokens": 16, "block_k": 128, "rows": 128, "schedule": "ends", "float16": True}, 208),
+    ({"rows": 128, "warpgroups": 2, "tokens": 64, "pieces": 4, "schedule": "ends-prefetch", "block_k": 128}, 96),
+    ({"rows": 256, "warpgroups": 2, "tokens": 48, "pieces": 3}, 208),
+    ({"rows": 128, "warpgroups": 2, "tokens": 160, "pieces": 10, "schedule": "ends-prefetch"}, 96),
+    ({"rows": 128, "warpgroups": 2, "tokens": 256, "pieces": 4, "schedule": "ends-prefetch"}, 64),
+]
+
+
+@pytest.mark.parametrize("order", range(2))
+@pytest.mark.parametrize(("changes", "k"), GATHERED, ids=str)
+def test_gathered(changes, k, order):
+    """Rows of x where they lie: strided, each in several tiles, and some in none, which are NaN."""
+    shape = shape_of("activated", activation="swiglu", gated=True, gathered=True, **changes)
+    dtype, top_k, inter, counts = torch.float16 if shape.float16 else torch.bfloat16, 3, 48, [5, 0, 161, 1]
+    g = torch.Generator().manual_seed(order)
+    weight, scale, global_scale = random_weight(len(counts), 2 * inter, k, g)
+    m = sum(counts)
+    tokens = m // top_k + 9
+    pairs = torch.randperm(tokens * top_k, generator=g)[:m].int()
+    x = torch.full((tokens, k + 24), torch.nan, dtype=dtype)[:, :k]
+    used = (pairs // top_k).long()
+    x[used] = torch.randn(m, k, generator=g).to(dtype)
+    out = torch.full((m + 1, inter), 7.0, dtype=dtype)
+    blob = blobs(weight, scale, glu=True, dtype=dtype)
+    given = {"top_k": top_k, "constants": constants("swiglu"), "order": order}
+    got = run(shape, x, blob, global_scale, counts, out, n=inter, pairs=pairs, **given)
+    a = products(x[used], weight, scale, counts) * per_row(global_scale, counts)
+    close(got[:m], activate("swiglu", *a.chunk(2, 1), constants("swiglu")), 7 if dtype == torch.bfloat16 else 10)
+    assert bool((got[m:] == 7).all())
+
+
 def test_no_tiles_and_more_blocks_than_tiles():
     shape = shape_of("out")
     g = torch.Generator().manual_seed(3)
@@ -284,3 +323,36 @@ def test_mistakes_show(monkeypatch, instruction, instead, message):
     monkeypatch.setitem(globals(), "ptx_of", lambda _: text)
     with pytest.raises(AssertionError, match=message):
         run(shape, x, blob, global_scale, [7, 33], out, n=64, blocks=1)
+
+
+@pytest.mark.parametrize(
+    ("instruction", "instead", "message"),
+    [
+        (r"mbarrier\.try_wait\S+ P1, \[[^;]*;(?=.*cp\.async\.mb)", "mov.pred P1, 1;", "may |more arrivals"),
+        (r"fence\.proxy\.async\S*;", "", "no fence between the proxies"),
+        (r"(mov\.b32\s+%r\d+), 129;", r"\1, 128;", "may |more arrivals"),
+        (r"(mov\.b32\s+%r\d+), 129;", r"\1, 130;", "all warps wait"),
+        (
+            r"cp\.async(\.mbarrier\.arrive)\.noinc(\.shared\.b64)\s+(\[[^;]*;)",
+            r"mbarrier.arrive\2 _, \3",
+            "may be writing",
+        ),
+        (r"(wgmma\.wait_group\.sync\.aligned)\s+2;", r"\1 9;", "may still read"),
+        (r"bar\.sync\s+6, 128;(?=.*bar\.sync\s+6, 128;)", "", "may be reading"),
+        (r"(bar\.sync\s+6, 128;.*)bar\.sync\s+6, 128;", r"\1", "may |outside of all buffers"),
+    ],
+)
+def test_mistakes_show_where_rows_are_gathered(monkeypatch, instruction, instead, message):
+    """No wait for an empty stage, or for the copies; no fence; wrong counts; stages given back early; an open list."""
+    shape = shape_of("activated", activation="swiglu", gated=True, gathered=True)
+    text, found = re.subn(instruction, instead, ptx_of(shape), flags=re.DOTALL)
+    assert found == (4 if "wgmma" in instruction else 1)
+    g = torch.Generator().manual_seed(3)
+    weight, scale, global_scale = random_weight(2, 64, 512, g)
+    blob = blobs(weight, scale, glu=True, dtype=torch.bfloat16)
+    x, out = torch.randn(20, 512, generator=g).bfloat16(), torch.full((40, 32), 7.0).bfloat16()
+    given = {"n": 32, "blocks": 1, "pairs": torch.randperm(40, generator=g).int(), "top_k": 2}
+    run(shape, x, blob, global_scale, [7, 33], out, **given)
+    monkeypatch.setitem(globals(), "ptx_of", lambda _: text)
+    with pytest.raises(AssertionError, match=message):
+        run(shape, x, blob, global_scale, [7, 33], out, **given)
