@@ -41,7 +41,7 @@ PROBLEMS = {
         Problem(op="moe", n=112, k=336, experts=5, top_k=2, activation="relu2"),
     ),
 }
-MS = (3, 70, 200)
+MS = (3, 70, 200, 600)
 
 
 def run(kernel: Kernel, problem: Problem, config: Config, m: int, seed: int) -> None:

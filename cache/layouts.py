@@ -13,7 +13,7 @@ import msgspec
 
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
-from .evidence import Evidence, gather, implementations
+from .evidence import gather, implementations
 from .plan import TRAFFIC, Piece, anchors_of, marked, mean_us, piece_at, pieces_by_layout
 from .records import BASELINE, TIMING, Measurement, Plan
 from .store import Store
@@ -115,11 +115,11 @@ def layout_report(store: Store, device: Device, problem: Problem, kernels: Mappi
                 traffic_us=means.get(name),
                 planned_us=planned.get(name),
                 costs=_costs(means.get(name), means.get(reference)) if name != reference else None,
-                reason=_reason(evidence, pieces, name, means.get(name)),
+                reason=_reason(pieces, name, means.get(name)),
             )
             for name in names
         ),
-        rows=tuple(_row(evidence, pieces, names, m, stale) for m in every_m),
+        rows=tuple(_row(pieces, names, m, stale) for m in every_m),
         stale=_count(row.kernel for row in ours if row.kernel in stale and row.implementation == measured[row.kernel]),
         superseded=sum(row.kernel in measured and row.implementation != measured[row.kernel] for row in ours),
         gone=_count(row.kernel for row in ours if row.kernel not in kernels),
@@ -141,26 +141,19 @@ def _has_nondeterministic(plan: Plan | None, kernels: Mapping[str, Kernel]) -> b
     return any(not kernels[name].deterministic for name in named if name in kernels)
 
 
-def _row(
-    evidence: Evidence, pieces: Mapping[str, Sequence[Piece]], names: Sequence[str], m: int, stale: set[str]
-) -> LayoutRow:
+def _row(pieces: Mapping[str, Sequence[Piece]], names: Sequence[str], m: int, stale: set[str]) -> LayoutRow:
     """The layouts at M = m; `names` begins with the one that the others are compared with."""
-    cells = [_at_m(evidence, pieces.get(name), name, m, stale) for name in names]
+    cells = [_at_m(pieces.get(name), name, m, stale) for name in names]
     first = cells[0].p50_us
     others = [msgspec.structs.replace(cell, costs=_costs(cell.p50_us, first)) for cell in cells[1:]]
     return LayoutRow(m=m, layouts=(cells[0], *others))
 
 
-def _at_m(evidence: Evidence, found: Sequence[Piece] | None, layout: str, m: int, stale: set[str]) -> LayoutAtM:
-    if found is not None:
-        piece = piece_at(found, m)
-        best = piece.best if piece else None
-        reason = "" if piece else "not measured"
-    else:  # no plan for this layout, so what was measured at this very M is all there is to show
-        best = next(iter(evidence.times.get((layout, m), ())), None)
-        reason = "" if best else "no candidate"
-    if best is None:
-        return LayoutAtM(layout=layout, reason=reason)
+def _at_m(found: Sequence[Piece] | None, layout: str, m: int, stale: set[str]) -> LayoutAtM:
+    piece = piece_at(found or (), m)
+    if piece is None:
+        return LayoutAtM(layout=layout, reason="not measured")
+    best = piece.best
     return LayoutAtM(
         layout=layout,
         kernel=best.candidate.kernel,
@@ -172,12 +165,10 @@ def _at_m(evidence: Evidence, found: Sequence[Piece] | None, layout: str, m: int
     )
 
 
-def _reason(evidence: Evidence, pieces: Mapping[str, Sequence[Piece]], layout: str, mean: float | None) -> str:
+def _reason(pieces: Mapping[str, Sequence[Piece]], layout: str, mean: float | None) -> str:
     if mean is not None:
         return ""
-    if layout in pieces:
-        return "not measured at the largest M"
-    return "no candidate for every M" if layout in evidence.layouts() else "no measurement of it counts"
+    return "not measured at the largest M" if layout in pieces else "no measurement of it counts"
 
 
 def _costs(us: float | None, marked_us: float | None) -> float | None:

@@ -8,6 +8,8 @@ taken: a smaller gain is not told apart from one run to the next. `routings` say
 
 A candidate serves a range only if its kernel says it is valid at both ends and at the anchors inside, and if it did
 not fail at an M inside; else the next best of that anchor does. If none can, the next anchor's range begins earlier.
+Where that leaves some M without a candidate, as after a short tuning at few Ms, an anchor's range begins where its best
+candidates can begin; the gaps before it, and what lies behind a range that ends, run untuned.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from dataclasses import dataclass
 from ..errors import InvalidInput, message
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
-from ..kernels.untuned import FAR
+from ..kernels.untuned import ANCHORS, FAR
 from .evidence import Candidate, Evidence, Timed, behind, gather
 from .records import Environment, Interval, LayoutPlan, Measurement, Plan
 
@@ -69,7 +71,7 @@ def make_plan(
     allow_nondeterministic: bool = False,
     implementation_by_kernel: Mapping[str, str] | None = None,
 ) -> Plan | None:
-    """The best plan that the measurements support, or None when no layout has a candidate for every M.
+    """The best plan that the measurements support, or None when there is no time of a candidate that can be used.
 
     Parameters
     ----------
@@ -121,8 +123,8 @@ def make_plan(
 
 
 def pieces_by_layout(evidence: Evidence) -> dict[str, list[Piece]]:
-    """For every layout with candidates for every M, sorted by name: ranges that ascend from 1 to an open one."""
-    return {layout: found for layout in evidence.layouts() if (found := _pieces(evidence, layout))}
+    """For every layout, sorted by name: ranges that ascend, without gaps where candidates can serve every M."""
+    return {layout: _pieces(evidence, layout) or _with_gaps(evidence, layout) for layout in evidence.layouts()}
 
 
 def anchors_of(pieces: Mapping[str, Sequence[Piece]]) -> list[int]:
@@ -145,6 +147,21 @@ def _pieces(evidence: Evidence, layout: str) -> list[Piece]:
         if piece is not None:
             return [*pieces, piece]
     return []
+
+
+def _with_gaps(evidence: Evidence, layout: str) -> list[Piece]:
+    """Ranges that ascend, each from the lowest M on from which a candidate of its anchor can serve it."""
+    anchors = evidence.anchors(layout)
+    pieces: list[Piece] = []
+    m_lo = 1
+    for m in anchors:
+        starts = sorted({m_lo, *(anchor + 1 for anchor in ANCHORS if m_lo <= anchor < m), m})
+        ends = (None, m) if m == anchors[-1] else (m,)
+        ranges = ((start, end) for end in ends for start in starts)
+        found = (_piece(evidence, evidence.times[layout, m], start, end) for start, end in ranges)
+        pieces += [piece for piece in found if piece is not None][:1]
+        m_lo = m + 1
+    return pieces
 
 
 def _piece(evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int | None) -> Piece | None:
@@ -173,7 +190,8 @@ def _merge(pieces: Sequence[Piece]) -> tuple[Interval, ...]:
     """Neighbours with the same candidate become one interval, with the figures of its largest anchor."""
     merged: list[Piece] = []
     for piece in pieces:
-        if merged and merged[-1].best.candidate == piece.best.candidate:
+        last_end = merged[-1].m_hi if merged else None
+        if last_end == piece.m_lo - 1 and merged[-1].best.candidate == piece.best.candidate:
             last = merged.pop()
             # What goes on beyond the last anchor was measured at that anchor, and fewer can follow it there.
             runner_up = piece.runner_up or (last.runner_up if last.best.m == piece.best.m else None)
@@ -221,8 +239,8 @@ def mean_us(pieces: Sequence[Piece], anchors: Sequence[int], traffic: str) -> fl
 
 def piece_at(pieces: Sequence[Piece], m: int) -> Piece | None:
     """What serves m, with a time measured at m or at the anchor above; None beyond the last anchor."""
-    piece = next(piece for piece in pieces if piece.m_hi is None or m <= piece.m_hi)
-    return piece if piece.best.m >= m else None
+    piece = next((piece for piece in pieces if piece.m_hi is None or m <= piece.m_hi), None)
+    return piece if piece is not None and piece.best.m >= m else None
 
 
 def marked(mean_by_layout: Mapping[str, float | None]) -> str:

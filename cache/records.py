@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 import uuid
+from collections.abc import Iterable, Iterator
 
 import msgspec
 
@@ -22,6 +23,7 @@ __all__ = [
     "LayoutPlan",
     "Measurement",
     "Plan",
+    "with_gaps",
 ]
 
 STATUSES = ("ok", "wrong", "nan", "invalid", "build_error", "launch_error", "crash", "timeout", "oom")
@@ -91,8 +93,20 @@ class Interval(msgspec.Struct, frozen=True, kw_only=True):
     # Of ops with experts: the same of their largest regrets (`routings`), by which they are ranked
 
 
+def with_gaps(intervals: Iterable[Interval]) -> Iterator[tuple[Interval | None, int, int | None]]:
+    """Every M once, as (interval, first M, last M): None for an interval where none is; last M None: no end."""
+    m_lo: int | None = 1
+    for interval in intervals:
+        if m_lo is not None and m_lo < interval.m_lo:
+            yield None, m_lo, interval.m_lo - 1
+        yield interval, interval.m_lo, interval.m_hi
+        m_lo = None if interval.m_hi is None else interval.m_hi + 1
+    if m_lo is not None:
+        yield None, m_lo, None
+
+
 class LayoutPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The best candidates that read one weight layout; intervals ascend from 1 without gaps, the last is open."""
+    """The best candidates that read one weight layout; intervals ascend, and what is between them runs untuned."""
 
     layout: str
     intervals: tuple[Interval, ...]

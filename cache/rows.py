@@ -354,11 +354,9 @@ def _intervals(connection: sqlite3.Connection, number: int, layout: str) -> list
 
 
 def _check_intervals(entry: LayoutPlan) -> None:
-    expected = 1
+    least = 1
     for interval in entry.intervals:
-        if interval.m_lo != expected:
-            raise _invalid("a plan", f"layout {entry.layout!r} has an interval from {interval.m_lo}, not {expected}")
+        if not interval.m_lo >= least > 0:
+            raise _invalid("a plan", f"layout {entry.layout!r} has an interval from {interval.m_lo} within another")
         # After an open interval none may follow: 0 is no m_lo.
-        expected = 0 if interval.m_hi is None else interval.m_hi + 1
-    if expected != 0:
-        raise _invalid("a plan", f"layout {entry.layout!r} has no interval that reaches every larger M")
+        least = 0 if interval.m_hi is None else interval.m_hi + 1

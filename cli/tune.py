@@ -13,7 +13,7 @@ from .options import best_device, database_option, device_option, help_style, pr
 from .options import duration as parse_duration
 from .output import Grid, console
 from .progress import Display, display, no_winner
-from .words import duration, kernels_by_m, plural, problem_words, ratios
+from .words import duration, planned, plural, problem_words, ratios
 
 __all__ = ["tune"]
 
@@ -113,11 +113,9 @@ def _summarise(shown: Display) -> None:
     if shown.finished:
         made = Grid("problem", "~kernels by M", ">untuned", ">bf16")
         for done in shown.finished:
-            intervals = done.plan.intervals() if done.plan else ()
-            kernels = kernels_by_m((one.kernel, one.m_lo, one.m_hi) for one in intervals)
             made.row(
                 problem_words(done.problem),
-                kernels or f"no winner: {no_winner(done)}",
+                planned(done.plan.intervals() if done.plan else ()) or f"no winner: {no_winner(done)}",
                 ratios(at.over_default for at in done.best),
                 ratios(at.over_bf16 for at in done.best),
             )

@@ -9,18 +9,20 @@ import msgspec
 from rich.console import Console
 
 from ..cache.inspect import ProblemReport, Summary
+from ..cache.records import with_gaps
 from ..cache.why import Why
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
 from .output import Grid
 from .words import (
+    UNTUNED,
     candidate_words,
     config_words,
     counts,
     device_words,
-    kernels_by_m,
     microseconds,
     percent,
+    planned,
     problem_words,
     range_words,
     ratio,
@@ -92,10 +94,9 @@ def show_summary(console: Console, path: Path, found: tuple[Summary, ...]) -> No
         lines = [line for line in found if line.device == device]
         for line in lines:
             layout = f"{line.layout}: " if line.layout not in ("", "checkpoint") else ""
-            kernels = kernels_by_m((one.kernel, one.m_lo, one.m_hi) for one in line.intervals)
             made.row(
                 problem_words(line.problem),
-                layout + (kernels or "no winner"),
+                layout + (planned(line.intervals) or "no winner"),
                 ratios(line.over_bf16.values()),
                 str(line.measurements),
                 counts(line.failures),
@@ -124,9 +125,12 @@ def show_report(console: Console, found: ProblemReport) -> None:
         plan = found.plan
         console.print(f"plan {found.plan_id}: layout {plan.layout}, for {plan.traffic} traffic")
         made = Grid("M", "kernel", "~config", ">µs", "~runner-up", ">behind")
-        for interval in plan.intervals():
+        for interval, m_lo, m_hi in with_gaps(plan.intervals()):
+            if interval is None:
+                made.row(range_words(m_lo, m_hi), UNTUNED, "", "", "", "")
+                continue
             made.row(
-                range_words(interval.m_lo, interval.m_hi),
+                range_words(m_lo, m_hi),
                 interval.kernel,
                 config_words(interval.config),
                 microseconds(interval.expected_us),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
+from ..cache.records import Interval, with_gaps
 from ..cache.words import candidate_words, config_words, microseconds
 from ..kernels.problem import Device, Problem
 
 __all__ = [
+    "UNTUNED",
     "candidate_words",
     "config_words",
     "counts",
@@ -17,6 +19,7 @@ __all__ = [
     "kernels_by_m",
     "microseconds",
     "percent",
+    "planned",
     "plural",
     "problem_words",
     "range_words",
@@ -24,6 +27,7 @@ __all__ = [
     "ratios",
 ]
 
+UNTUNED = "untuned"  # where a plan has no interval
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -52,6 +56,12 @@ def kernels_by_m(ranges: Iterable[tuple[str, int, int | None]]) -> str:
         run = tuple(group)
         parts.append(f"{kernel} {range_words(run[0][1], run[-1][2])}")
     return ", ".join(parts)
+
+
+def planned(intervals: Sequence[Interval]) -> str:
+    """The same of a plan's intervals, "untuned" where there is none; "" without any."""
+    found = with_gaps(intervals) if intervals else ()
+    return kernels_by_m((one.kernel if one else UNTUNED, m_lo, m_hi) for one, m_lo, m_hi in found)
 
 
 def ratio(times: float | None) -> str:

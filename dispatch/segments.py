@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..cache.records import Interval, Plan
+from ..cache.records import Interval, Plan, with_gaps
 from ..errors import Unsupported, message
 from ..kernels import registry
 from ..kernels.kernel import Kernel
@@ -60,18 +60,17 @@ def decide(
     """
     usable, reasons = _usable(device, problem, layout, broken or {})
     intervals = plan.intervals(layout) if plan is not None else ()
-    covers = not intervals or _tiles(intervals)
-    ignored = [] if covers else ["its intervals do not cover every M once"]
+    ascends = _ascend(intervals)
+    ignored = [] if ascends else ["its intervals overlap"]
     segments: list[Segment] = []
-    for interval in intervals if covers else ():
-        segment = _from_interval(device, problem, interval, usable, reasons)
-        if isinstance(segment, Segment):
-            segments.append(segment)
-        else:
+    for interval, m_lo, m_hi in with_gaps(intervals if ascends else ()):
+        if interval is not None:
+            segment = _from_interval(device, problem, interval, usable, reasons)
+            if isinstance(segment, Segment):
+                segments.append(segment)
+                continue
             ignored.append(segment)
-            segments += _defaults(device, problem, layout, usable, reasons, interval.m_lo, interval.m_hi)
-    if not segments:
-        segments = _defaults(device, problem, layout, usable, reasons, 1, None)
+        segments += _defaults(device, problem, layout, usable, reasons, m_lo, m_hi)
     return Decision(segments=_merged(segments), tuned=bool(intervals), ignored=tuple(ignored))
 
 
@@ -97,13 +96,13 @@ def _usable(
     return usable, reasons
 
 
-def _tiles(intervals: tuple[Interval, ...]) -> bool:
-    ends = [0]
-    for interval in intervals[:-1]:
-        if interval.m_hi is None or interval.m_hi < interval.m_lo or interval.m_lo != ends[-1] + 1:
+def _ascend(intervals: tuple[Interval, ...]) -> bool:
+    least = 1
+    for interval in intervals:
+        if not 0 < least <= interval.m_lo or (interval.m_hi is not None and interval.m_hi < interval.m_lo):
             return False
-        ends.append(interval.m_hi)
-    return intervals[-1].m_lo == ends[-1] + 1
+        least = 0 if interval.m_hi is None else interval.m_hi + 1
+    return True
 
 
 def _from_interval(

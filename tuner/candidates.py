@@ -126,7 +126,8 @@ def ordered(
 def _defaults(device: Device, problem: Problem, candidates: Mapping[Entrant, Candidate]) -> list[Entrant]:
     kernels = {candidate.kernel.name: candidate.kernel for candidate in candidates.values()}
     ms = sorted({m for candidate in candidates.values() for m in candidate.ms})
-    return [
+    untuned = (default_at(device, problem, m, candidates) for m in ms)
+    return [entrant for entrant in untuned if entrant is not None] + [
         Entrant(kernel=name, config=kernel.default_config(device, problem, m).to_json())
         for m in ms
         for name, kernel in kernels.items()

@@ -88,7 +88,8 @@ def refine(run: ProblemRun, plan: Plan, deadline: float | None) -> bool:
         if deadline is not None and time.monotonic() >= deadline:
             break
         pair = [Entrant(kernel=side.kernel, config=side.config) for side in (below, above)]
-        assert below.m_hi is not None
+        if below.m_hi is None or below.m_hi + 1 != above.m_lo:
+            continue  # what lies between runs untuned
         low, high = below.m_hi, _next_anchor(run, pair[1], below.m_hi)
         if high is None or high - low <= max(REFINE_GAP, low // REFINE_SHARE):
             continue

@@ -91,12 +91,12 @@ def test_a_layout_that_was_not_measured_so_far_up_says_so(compared, fake, kernel
     assert found.marked == FRAGMENT
 
 
-def test_a_layout_without_a_candidate_for_every_m_says_so(compared, fake, kernels):
+def test_a_layout_whose_candidates_end_below_the_largest_m_says_so(compared, fake, kernels):
     m = fake.measurement
     found = compared([m(kernels["a"], 1, 2.0), m(kernels["a"], 64, 5.0), m(kernels["small"], 1, 1.0)])
     assert times(found, "small") == [(1, 1.0, 1, -0.5), (64, None, None, None)]
-    assert found.rows[1].layouts[1].reason == "no candidate"
-    assert sums(found)[1] == ("small", None, None, None, "no candidate for every M")
+    assert found.rows[1].layouts[1].reason == "not measured"
+    assert sums(found)[1] == ("small", None, None, None, "not measured at the largest M")
 
 
 def test_rows_of_another_implementation_explain_the_plan_and_are_named(compared, fake, kernels):

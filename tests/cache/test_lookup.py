@@ -80,7 +80,7 @@ def test_a_bad_database_is_one_warning_and_no_write(db, fake, plan, spoil):
         "DROP TABLE plan_interval",
         "DELETE FROM plan_interval",
         "UPDATE environment SET torch = CAST(x'ff' AS TEXT)",
-        "UPDATE problem SET n = 10, k = 10; UPDATE problem SET n = 4096, k = 2048; UPDATE plan_interval SET m_lo = 7",
+        "UPDATE problem SET n = 10, k = 10; UPDATE problem SET n = 4096, k = 2048; UPDATE plan SET layout = 'x'",
     ],
 )
 def test_a_database_of_another_make_is_one_warning(db, sql, fake, plan, statement):

@@ -118,9 +118,9 @@ def test_a_plan_comes_back_with_its_id_and_the_newest_counts(db, fake):
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        ("DELETE FROM plan_interval WHERE m_lo = 65", "larger M"),
-        ("UPDATE plan_interval SET m_lo = 70 WHERE m_lo = 65", "not 65"),
-        ("UPDATE plan_interval SET m_lo = 2 WHERE m_hi = 64", "not 1"),
+        ("UPDATE plan_interval SET m_lo = 60 WHERE m_lo = 65", "from 60 within another"),
+        ("UPDATE plan_interval SET m_hi = NULL WHERE m_hi = 64", "from 65 within another"),
+        ("DELETE FROM plan_interval", "no intervals"),
         ("UPDATE plan SET layout = 'swizzled'", "'swizzled' has no intervals"),
         ("UPDATE device SET features = '{'", "device"),
         ("UPDATE device SET features = '[1]'", "features"),

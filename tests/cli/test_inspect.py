@@ -9,9 +9,10 @@ from nvfp4.cache.fingerprint import environment
 from nvfp4.cache.inspect import ProblemReport, Summary
 from nvfp4.cache.layouts import LayoutReport
 from nvfp4.cache.plan import make_plan
-from nvfp4.cache.records import Measurement
+from nvfp4.cache.records import Interval, Measurement
 from nvfp4.cache.store import Store
 from nvfp4.cache.why import Why
+from nvfp4.cli.words import planned
 from nvfp4.kernels import registry
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.kernel import implementation_hash
@@ -67,6 +68,17 @@ def test_one_problem_at_any_width(tuned, run, columns):
     assert fits(done.out, columns)
     for words in ("delay_us=0", "fake_good", "runner-up", "of limit", "untuned", "failed: 1 wrong"):
         assert words in done.out
+
+
+def test_gaps_of_a_plan_run_untuned():
+    def interval(m_lo, m_hi, kernel):
+        return Interval(m_lo=m_lo, m_hi=m_hi, kernel=kernel, config="{}", expected_us=1.0)
+
+    assert planned([interval(1, 64, "a"), interval(65, 512, "a"), interval(1025, None, "a")]) == (
+        "a 1-512, untuned 513-1024, a 1025+"
+    )
+    assert planned([interval(2, 8, "a")]) == "untuned 1, a 2-8, untuned 9+"
+    assert planned(()) == ""
 
 
 def test_one_problem_as_json(tuned, run):

@@ -117,14 +117,28 @@ def test_a_default_that_goes_on_for_ever_must_be_valid_far_beyond_its_beginning(
     assert table_of(choose()) == [(1, 4095, "a", 16), (4096, 8192, "small", 16), (8193, None, "a", 16)]
 
 
-@pytest.mark.parametrize(
-    "bounds", [[(2, None)], [(1, 4), (6, None)], [(1, 8), (5, None)], [(1, None), (5, None)], [(1, 0), (1, None)]]
-)
-def test_intervals_with_gaps_or_overlaps_are_not_used(install, fake, set_plan, bounds):
+@pytest.mark.parametrize("bounds", [[(1, 8), (5, None)], [(1, None), (5, None)], [(1, 0), (1, None)], [(0, None)]])
+def test_intervals_that_overlap_are_not_used(install, fake, set_plan, bounds):
     install(fake("a"))
     decision = choose(set_plan(PROBLEM, checkpoint=[(lo, hi, "a", 64) for lo, hi in bounds]))
     assert table_of(decision) == [(1, None, "a", 16)]
-    assert "cover" in decision.ignored[0]
+    assert decision.ignored == ("its intervals overlap",)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "table"),
+    [
+        ([(2, None)], [(1, 1, "a", 16), (2, None, "a", 64)]),
+        ([(1, 4), (6, None)], [(1, 4, "a", 64), (5, 5, "a", 16), (6, None, "a", 64)]),
+        ([(3, 9)], [(1, 2, "a", 16), (3, 9, "a", 64), (10, None, "a", 16)]),
+    ],
+    ids=str,
+)
+def test_gaps_between_intervals_run_defaults(install, fake, set_plan, bounds, table):
+    install(fake("a"))
+    decision = choose(set_plan(PROBLEM, checkpoint=[(lo, hi, "a", 64) for lo, hi in bounds]))
+    assert table_of(decision) == table
+    assert decision.tuned and not decision.ignored
 
 
 def test_layout_without_measurements_runs_defaults(install, fake, set_plan):

@@ -1,9 +1,22 @@
+import msgspec
 import pytest
-from nvfp4.cache.records import BASELINE, Environment, Interval, LayoutPlan, Measurement, Plan
+from nvfp4.cache.plan import make_plan
+from nvfp4.cache.records import (
+    BASELINE,
+    ROUTINGS,
+    Environment,
+    Interval,
+    LayoutPlan,
+    Measurement,
+    Plan,
+    with_gaps,
+)
 from nvfp4.dispatch.offline import TYPICAL
+from nvfp4.dispatch.segments import decide
 from nvfp4.kernels import registry
 from nvfp4.kernels.kernel import implementation_hash
 from nvfp4.kernels.problem import Problem
+from nvfp4.testing.conformance import H200
 from nvfp4.testing.fakes import FakeConfig, Good, Trouble, fake_device
 from nvfp4.tuner.candidates import PROMISING, Known, candidates_of, default_at, neighbours, ordered, promising
 from nvfp4.tuner.messages import Entrant
@@ -102,6 +115,39 @@ def test_of_other_kernels_the_neighbours_of_the_default_are_promising(candidates
 def test_untuned_runs_the_default_of_the_narrowest_kernel(candidates):
     assert default_at(DEVICE, PROBLEM, 16, candidates) == good(300)
     assert default_at(DEVICE, PROBLEM, 16, {}) is None
+
+
+def test_on_a_gpu_what_runs_untuned_goes_first_and_is_enough_for_a_plan():
+    """An H200, a budget of seconds, five M far apart: once such a plan was the slowest kernel's, in another layout.
+
+    Microseconds of defaults, measured there.
+    """
+    ms, times = (1, 8, 64, 512, 4096), {"marlin_moe": (14.3, 49.7, 108.5), "cutedsl_moe": (151.1, 656.3)}
+    problem = Problem(op="moe", n=768, k=2048, experts=128, top_k=8, activation="swiglu")
+    kernels = {name: registry.get(name) for name in (*times, "triton_moe")}
+    found = candidates_of(H200, problem, ms, kernels.values())[0]
+    first = [default_at(H200, problem, m, found) for m in ms]
+    order, _ = ordered(H200, problem, found, ())
+    assert [candidate.entrant for candidate in order[: len(set(first))]] == list(dict.fromkeys(first))
+    assert [entrant.kernel for entrant in first] == ["marlin_moe"] * 3 + ["cutedsl_moe"] * 2
+
+    def measured(entrant, m, us):
+        kernel = kernels[entrant.kernel]
+        given = {"layout": kernel.layout(H200, problem), "implementation": implementation_hash(kernel)}
+        rows = (row(entrant, m, us=us, protocol="final", routing=routing, **given) for routing in ROUTINGS)
+        return [msgspec.structs.replace(one, device=H200, problem=problem) for one in rows]
+
+    rows = []
+    for entrant, m, us in zip(first, ms, (*times["marlin_moe"], *times["cutedsl_moe"]), strict=True):
+        slow = Entrant(kernel="triton_moe", config=kernels["triton_moe"].default_config(H200, problem, m).to_json())
+        rows += [*measured(entrant, m, us), *measured(slow, m, 3 * us)]
+    plan = make_plan(H200, problem, rows, kernels=kernels, environment=ENVIRONMENT)
+    assert plan.layout == kernels["marlin_moe"].layout(H200, problem)
+    chosen = {m: one.kernel for m in ms for one, low, high in with_gaps(plan.intervals()) if low <= m <= (high or m)}
+    assert chosen == {1: "marlin_moe", 8: "marlin_moe", 64: "marlin_moe", 512: "cutedsl_moe", 4096: "cutedsl_moe"}
+    decision = decide(H200, problem, plan.layout, plan)
+    assert not decision.ignored
+    assert {segment.kernel.name for segment in decision.segments} == {"marlin_moe", "cutedsl_moe"}
 
 
 def test_untuned_runs_what_reads_the_layout_that_is_taken_then():
