@@ -67,8 +67,8 @@ def bulk_load(smem: Int32, source: Int64, size: cutlass.Constexpr[int], bar: Int
 def arrive_if(bar: Int32, block: Int32, condition: Int32, cluster: cutlass.Constexpr[bool], *, loc=None, ip=None):
     """Arrive at a barrier of this block, or at the same one of another block of the cluster.
 
-    Relaxed order suffices: what the barrier guards was read by wgmma, which has completed. With .release the arrivals
-    at the other block made a kernel 47 % slower (H200, prototype of this one).
+    PTX's default, release within the block, suffices at the other block too: what the barrier guards was read by
+    wgmma, which has completed. With .release.cluster a kernel was 47 % slower (H200, prototype of this one).
     """
     if cluster:
         text = (

@@ -14,9 +14,9 @@ SLOT_BYTES = 16  # what the producer says of a tile
 LIST_BYTES = 4  # per token: its pair, its factor, or where its row begins
 QUAD_TOKENS = 64  # of which a thread of the producer reads four places at a time: see `gather`
 PRODUCER_REGISTERS = 40  # with 24 the producer's addresses did not always fit
-LIST_REGISTERS = 16  # that ptxas was seen to add for tiles from a list: its next entry, more addresses, tokens' factors
+LIST_REGISTERS = 16  # that ptxas was seen to add for tiles from a list: more addresses, what the tokens' list holds
 GATHER_REGISTERS = 16  # more than are needed, or two values were spilled
-MANY_PIECES_REGISTERS = 8  # with three or four; without them it waits after every wgmma
+MANY_PIECES_REGISTERS = 8  # with three and more; without them it waits after every wgmma
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
