@@ -129,6 +129,10 @@ def is_valid(device: Device, problem: Problem, config: CuteDslExpertsConfig, m: 
         )
     if c.pieces > MANY_PIECES and c.rows // c.warpgroups > 64:
         return Verdict.no(f"{c.pieces} pieces are too many with {c.rows // c.warpgroups} rows a warpgroup")
+    if c.pieces > MANY_PIECES and c.tokens == max(PIECES) and c.schedule == "each":
+        return Verdict.no(
+            f"{c.pieces} pieces of {c.tokens} tokens need more registers than there are without a prefetch"
+        )
     if c.tokens > 16 and c.tokens >= 4 * rows:
         return Verdict.no(f"tiles of {c.tokens} rows, and an expert has {rows:.1f} in the mean")
     if c.tokens < min(rows / 4, 128):

@@ -40,7 +40,7 @@ class CuteDslMoe(CuteDslExperts):
 
     name = "cutedsl_moe"
     op = "moe"
-    # Ahead of `marlin_moe` at 512 tokens of Qwen3-30B-A3B (158 us, 217 us with random ids; H200, 2026-11), not at 64.
+    # Ahead of `marlin_moe` at 512 tokens (Qwen3-30B-A3B: 151 and 218 us), behind at 64 (116 and 109; H200, 2026-12).
     made_for = ((257, None),)
 
     def build(self, device: Device, problem: Problem, config: CuteDslExpertsConfig) -> MoeLauncher:

@@ -133,6 +133,15 @@ def test_the_first_product_gathers_where_it_can():
     assert not gathers(arguments(far)), "32 bits do not count so many pieces"
 
 
+def test_what_was_seen_to_spill_is_not_in_the_space():
+    """The product that gathers, with 256 tokens in eight pieces and no prefetch: eight bytes of stack."""
+    problem = Problem(op="moe", n=768, k=2048, experts=128, top_k=8, activation="situ")
+    found = [c for c in configs.space(H200, problem) if configs.is_valid(H200, problem, c, 4096)]
+    largest = {(c.pieces, c.schedule) for c in found if c.tokens == 256}
+    assert (8, "ends-prefetch") in largest and (4, "each") in largest
+    assert (8, "each") not in largest
+
+
 def test_device_code_counts_in_the_hash():
     names = {path.name for kernel in KERNELS for path in kernel.source_files()}
     assert {"route.cu", "gather.cu", "sum.cu", "fragment.cuh", "ptx.cuh", "consumer.py", "gather.py"} <= names
