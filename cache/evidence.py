@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 
 from ..kernels.kernel import Kernel, implementation_hash
 from ..kernels.problem import Device, Problem
+from ..kernels.untuned import ANCHORS
 from .records import BASELINE, RECORDED, TIMING, Measurement
 from .routings import combine, routings_of, worst_regrets
 
@@ -87,6 +88,13 @@ class Evidence:
         """Whether the kernel takes this config at M = m."""
         kernel = self.kernels[candidate.kernel]
         return bool(kernel.is_valid(self.device, self.problem, self.configs[candidate], m))
+
+    def has_bad_default(self, layout: str) -> bool:
+        """Whether something that may run untuned in this layout has failed."""
+        failed = {candidate for candidate, by_m in self.failures.items() if by_m} | self.distrusted
+        kernels = {self.kernels[candidate.kernel] for candidate in failed if candidate.layout == layout}
+        defaults = {(k.name, k.default_config(self.device, self.problem, m)) for k in kernels for m in ANCHORS}
+        return any((candidate.kernel, self.configs[candidate]) in defaults for candidate in failed)
 
 
 def behind(best: Timed, other: Timed) -> float:

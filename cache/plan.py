@@ -7,9 +7,10 @@ any other. Beyond the last anchor its best candidate goes on. A kernel's default
 taken: a smaller gain is not told apart from one run to the next. `routings` says which is best with several routings.
 
 A candidate serves a range only if its kernel says it is valid at both ends and at the anchors inside, and if it did
-not fail at an M inside; else the next best of that anchor does. If none can, the next anchor's range begins earlier.
-Where that leaves some M without a candidate, as after a short tuning at few Ms, an anchor's range begins where its best
-candidates can begin; the gaps before it, and what lies behind a range that ends, run untuned.
+not fail at an M inside. Where the best of an anchor cannot serve its whole range, as after a tuning at few Ms, it
+serves the upper part, from the lowest of the usual anchors on, and what is below goes to the next best, as long as that
+is not much slower. What is left a later anchor may serve; else it is a gap, which runs untuned, as does what lies
+behind the last range where that ends.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ CHECKPOINT_ADVANTAGE = 0.03
 
 # A challenger must beat what runs untuned by more than one run differs from the next; else the default stays.
 DEFAULT_ADVANTAGE = 0.02
+
+# A candidate that is further behind the best of its anchor is not taken for other M: the default is likelier to be fast
+# there. Unless a default failed on this device.
+GAP = 0.30
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +128,8 @@ def make_plan(
 
 
 def pieces_by_layout(evidence: Evidence) -> dict[str, list[Piece]]:
-    """For every layout, sorted by name: ranges that ascend, without gaps where candidates can serve every M."""
-    return {layout: _pieces(evidence, layout) or _with_gaps(evidence, layout) for layout in evidence.layouts()}
+    """For every layout, sorted by name: ranges that ascend, with gaps where none can serve, or only slow ones."""
+    return {layout: _pieces(evidence, layout) for layout in evidence.layouts()}
 
 
 def anchors_of(pieces: Mapping[str, Sequence[Piece]]) -> list[int]:
@@ -133,42 +138,50 @@ def anchors_of(pieces: Mapping[str, Sequence[Piece]]) -> list[int]:
 
 
 def _pieces(evidence: Evidence, layout: str) -> list[Piece]:
-    """Ranges that ascend from 1 without gaps to an open one; [] when that is impossible."""
+    """Every anchor's range, and beyond the last one."""
     anchors = evidence.anchors(layout)
+    anyhow = evidence.has_bad_default(layout)
     pieces: list[Piece] = []
+    uncovered: list[tuple[int, int]] = []
     m_lo = 1
     for m in anchors:
-        piece = _piece(evidence, evidence.times[layout, m], m_lo, m)
-        if piece is not None:
-            pieces.append(piece)
-            m_lo = m + 1
-    for m in reversed(anchors):
-        piece = _piece(evidence, evidence.times[layout, m], m_lo, None)
-        if piece is not None:
-            return [*pieces, piece]
-    return []
-
-
-def _with_gaps(evidence: Evidence, layout: str) -> list[Piece]:
-    """Ranges that ascend, each from the lowest M on from which a candidate of its anchor can serve it."""
-    anchors = evidence.anchors(layout)
-    pieces: list[Piece] = []
-    m_lo = 1
-    for m in anchors:
-        starts = sorted({m_lo, *(anchor + 1 for anchor in ANCHORS if m_lo <= anchor < m), m})
-        ends = (None, m) if m == anchors[-1] else (m,)
-        ranges = ((start, end) for end in ends for start in starts)
-        found = (_piece(evidence, evidence.times[layout, m], start, end) for start, end in ranges)
-        pieces += [piece for piece in found if piece is not None][:1]
+        wanted, uncovered = [*uncovered, (m_lo, m)], []
+        for low, high in wanted:
+            found = _fill(evidence, evidence.times[layout, m], low, high, anyhow)
+            pieces += found
+            if (left := found[-1].m_lo - 1 if found else high) >= low:
+                uncovered.append((low, left))
         m_lo = m + 1
+    last = reversed(anchors) if anyhow else anchors[-1:]
+    beyond = (_piece(evidence, evidence.times[layout, m], m_lo, None, anyhow) for m in last)
+    pieces += [piece for piece in beyond if piece is not None][:1]
+    return sorted(pieces, key=lambda piece: piece.m_lo)
+
+
+def _fill(evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int, anyhow: bool) -> list[Piece]:
+    """Ranges that descend from m_hi, each as far as one of the best there can serve; they may end above m_lo."""
+    pieces: list[Piece] = []
+    while m_lo <= m_hi:
+        starts = {m_lo, *(anchor + 1 for anchor in ANCHORS if m_lo <= anchor < m_hi)}
+        starts |= {m_hi} if m_hi == ranked[0].m else set()
+        ranges = [_piece(evidence, ranked, start, m_hi, anyhow) for start in sorted(starts)]
+        served = [one for one in ranges if one is not None]
+        if not served:
+            break
+        pieces.append(next(one for one in served if behind(served[-1].best, one.best) <= DEFAULT_ADVANTAGE))
+        m_hi = pieces[-1].m_lo - 1
     return pieces
 
 
-def _piece(evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int | None) -> Piece | None:
+def _piece(evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int | None, anyhow: bool) -> Piece | None:
     serving: list[Timed] = []
     for timed in ranked:
         if serving and timed.protocol != serving[0].protocol:
             break  # a screen says nothing beside a final
+        if not (serving or anyhow) and (timed.protocol != ranked[0].protocol or behind(ranked[0], timed) > GAP):
+            break
+        if len(serving) > 1 and behind(serving[0], timed) > DEFAULT_ADVANTAGE:
+            break  # neither a runner-up nor a default that is near is looked for
         if _serves(evidence, timed.candidate, m_lo, m_hi):
             serving.append(timed)
     if not serving:
@@ -182,7 +195,7 @@ def _serves(evidence: Evidence, candidate: Candidate, m_lo: int, m_hi: int | Non
     last = max(m_lo, FAR) if m_hi is None else m_hi
     if any(m_lo <= m <= last for m in evidence.failures.get(candidate, ())):
         return False
-    inside = (m for m in evidence.anchors(candidate.layout) if m_lo < m < last)
+    inside = (m for m in (*ANCHORS, *evidence.anchors(candidate.layout)) if m_lo < m < last)
     return all(evidence.is_valid(candidate, m) for m in (m_lo, *inside, last))
 
 

@@ -61,7 +61,7 @@ class ExpertsTrial(Trial):
         recorded: Recorded | None = None,
     ) -> None:
         p = self.problem = problem
-        self.device, self.place = device, place
+        self.device, self.place, self.ms = device, place, tuple(ms)
         self.dtype: torch.dtype = getattr(torch, p.dtype)
         super().__init__(Output(place, p.k if p.op == "moe" else p.n, self.dtype), sync)
         tokens, top_k = max(ms), p.top_k or 1
@@ -165,21 +165,37 @@ class ExpertsTrial(Trial):
     def _known(self, m: int, routing: str) -> tuple[Tensor, Tensor, float]:
         """Rows that are compared, their exact results, and the largest relative error that a right kernel shows."""
         if (m, routing) not in self._exact:
-            p, at = self.problem, torch.tensor(rows_to_check(m), device=self.place)
-            x = self.x[at]
-            w = self.weights.plain
-            if p.op == "grouped_gemm":
-                among = torch.searchsorted(at, _offsets(self.ids[routing][:m], p.experts).long())
-                exact = reference.grouped_gemm(x, w[0], w[1], w[2], among, round_output=False)
-                tolerance = relative_tolerance(exact, k=p.k, dtype=self.dtype)
-            else:
-                ids, router = self.ids[routing][at], self.router[at]
-                exact = reference.moe(
-                    x, w[0], w[1], w[2], w[3], w[4], w[5], ids, router, activation=p.activation, round_output=False
-                )
-                tolerance = moe_tolerance(exact, hidden=p.k, inter=p.n, top_k=p.top_k, dtype=self.dtype)
-            self._exact[m, routing] = at, exact, tolerance
+            self._exact |= self._exact_at([m] if self._exact else sorted({*self.ms, m}))
         return self._exact[m, routing]
+
+    def _exact_at(self, ms: Sequence[int]) -> dict[tuple[int, str], tuple[Tensor, Tensor, float]]:
+        """The same by M and routing, in one pass over all experts: that is what takes time."""
+        p, w = self.problem, self.weights.plain
+        keys = list(itertools.product(ms, self.routings))
+        at = {m: torch.tensor(rows_to_check(m), device=self.place) for m in ms}
+        rows = torch.cat([at[m] for m, _ in keys])
+        if p.op == "grouped_gemm":
+            offsets = [_offsets(self.ids[routing][:m], p.experts) for m, routing in keys]
+            pairs = zip(keys, offsets, strict=True)
+            expert = torch.cat([torch.searchsorted(ends, at[m], right=True) - 1 for (m, _), ends in pairs])
+            order = expert.argsort(stable=True)
+            among = torch.searchsorted(expert[order], torch.arange(p.experts + 1, device=self.place)).int()
+            exact = torch.empty((len(rows), p.n), dtype=torch.float64, device=self.place)
+            exact[order] = reference.grouped_gemm(self.x[rows[order]], w[0], w[1], w[2], among, round_output=False)
+        else:
+            ids = torch.cat([self.ids[routing][at[m]] for m, routing in keys])
+            x, router = self.x[rows], self.router[rows]
+            exact = reference.moe(
+                x, w[0], w[1], w[2], w[3], w[4], w[5], ids, router, activation=p.activation, round_output=False
+            )
+        parts = zip(keys, torch.split(exact, [len(at[m]) for m, _ in keys]), strict=True)
+        return {(m, routing): (at[m], part, self._tolerance(part)) for (m, routing), part in parts}
+
+    def _tolerance(self, exact: Tensor) -> float:
+        p = self.problem
+        if p.op == "grouped_gemm":
+            return relative_tolerance(exact, k=p.k, dtype=self.dtype)
+        return moe_tolerance(exact, hidden=p.k, inter=p.n, top_k=p.top_k, dtype=self.dtype)
 
     def _gate(self, m: int, seed: int) -> _Gate:
         if (m, seed) not in self._gates:

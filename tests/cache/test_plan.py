@@ -82,15 +82,15 @@ def test_a_failed_config_is_not_chosen_where_it_failed(plan, fake, status):
         fake.measurement(b, 128, 9.0),
     ]
     assert chosen(plan(rows, a, b)) == [(1, 1, "a", 16), (2, 64, "b", 16), (65, None, "a", 16)]
-    # Nothing was timed at 64: 128 decides 2..128, where a failed.
+    # Nothing was timed at 64: 128 decides 2..128, and a serves from where it did not fail.
     assert chosen(plan([row for row in rows if row.m != 64 or row.status != "ok"], a, b)) == [
         (1, 1, "a", 16),
-        (2, 128, "b", 16),
-        (129, None, "a", 16),
+        (2, 64, "b", 16),
+        (65, None, "a", 16),
     ]
     # The range begins where it failed.
     at_65 = [row for row in rows if row.status == "ok"] + [fake.measurement(a, 65, status=status)]
-    assert chosen(plan(at_65, a, b)) == [(1, 64, "a", 16), (65, 128, "b", 16), (129, None, "a", 16)]
+    assert chosen(plan(at_65, a, b)) == [(1, 64, "a", 16), (65, 96, "b", 16), (97, None, "a", 16)]
     # A newer success at the same M counts again.
     healed = [*rows, fake.measurement(a, 64, 1.0, when=3.0)]
     assert chosen(plan(healed, a, b)) == [(1, None, "a", 16)]
@@ -212,17 +212,19 @@ def test_a_candidate_serves_only_where_its_kernel_says_it_is_valid(plan, fake):
     m = fake.measurement
     rows = [m(decode, 16, 1.0), m(anywhere, 16, 9.0), m(decode, 64, 3.0), m(prefill, 64, 2.0), m(anywhere, 64, 9.0)]
     assert chosen(plan(rows, decode, prefill, anywhere)) == [(1, 16, "decode", 16), (17, None, "prefill", 16)]
-    # The winner of the last anchor ends at 64, so that another goes on from there.
-    assert chosen(plan([row for row in rows if row.kernel != "prefill"], decode, anywhere)) == [
+    # The winner of the last anchor ends at 64: another goes on from there, if it is not much slower.
+    few = [row for row in rows if row.kernel != "prefill"]
+    assert chosen(plan(few, decode, anywhere)) == [(1, 64, "decode", 16)]
+    assert chosen(plan([*few, m(anywhere, 64, 3.8, when=2.0)], decode, anywhere)) == [
         (1, 64, "decode", 16),
         (65, None, "anywhere", 16),
     ]
     # Prefill cannot serve from 2, where its range would begin.
-    late = [m(decode, 1, 1.0), m(prefill, 64, 2.0), m(anywhere, 64, 9.0)]
+    late = [m(decode, 1, 1.0), m(prefill, 64, 2.0), m(anywhere, 64, 2.5)]
     assert chosen(plan(late, decode, prefill, anywhere)) == [
         (1, 1, "decode", 16),
-        (2, 64, "anywhere", 16),
-        (65, None, "prefill", 16),
+        (2, 16, "anywhere", 16),
+        (17, None, "prefill", 16),
     ]
     # Rows that claim a time where the kernel is not valid do not count.
     assert plan([m(decode, 128, 1.0)], decode) is None
@@ -245,6 +247,35 @@ def test_a_gap_between_two_anchors_does_not_cost_the_layout_its_plan(plan, fake)
     assert chosen(found, "checkpoint") == [(1, None, "anywhere", 16)]
 
 
+def test_the_best_of_an_anchor_serves_it_however_few_of_its_range_it_can(plan, fake):
+    """Experts of Qwen3-30B-A3B tuned at 64 and 512: tiles suit some M; one suits all, at 1.6 times the time."""
+    tall, middle = fake.Kernel("tall", min_m=193), fake.Kernel("middle", min_m=129)
+    small, decode = fake.Kernel("small"), fake.Kernel("decode", max_m=64)
+    m = fake.measurement
+    rows = [m(decode, 64, 97.0), m(small, 64, 110.0), m(small, 512, 241.0), m(middle, 512, 175.0), m(tall, 512, 151.0)]
+    assert chosen(plan(rows, tall, middle, small, decode)) == [
+        (1, 64, "decode", 16),
+        (129, 192, "middle", 16),  # 65 to 128 run untuned
+        (193, None, "tall", 16),
+    ]
+    # A default was wrong here once: nothing runs untuned that need not.
+    rows.append(m(fake.Kernel("broken"), 1, status="wrong"))
+    assert chosen(plan(rows, tall, middle, small, decode, fake.Kernel("broken"))) == [
+        (1, 64, "decode", 16),
+        (65, 128, "small", 16),
+        (129, 192, "middle", 16),
+        (193, None, "tall", 16),
+    ]
+
+
+def test_of_two_that_are_near_the_one_that_serves_more_is_taken(plan, fake):
+    first, wide = fake.Kernel("first", min_m=100), fake.Kernel("wide", default_tile=32)
+    rows = [fake.measurement(first, 512, 100.0), fake.measurement(wide, 512, 101.9)]
+    assert chosen(plan(rows, first, wide)) == [(1, 512, "wide", 16), (513, None, "first", 16)]
+    rows = [fake.measurement(first, 512, 100.0), fake.measurement(wide, 512, 102.1)]
+    assert chosen(plan(rows, first, wide)) == [(1, 128, "wide", 16), (129, None, "first", 16)]
+
+
 def test_a_gap_can_come_first_and_the_same_candidate_on_both_sides_of_one_stays_two_intervals(plan, fake):
     late = fake.Kernel("late", min_m=40)
     assert chosen(plan([fake.measurement(late, 64, 1.0)], late)) == [(49, None, "late", 16)]
@@ -255,14 +286,14 @@ def test_a_gap_can_come_first_and_the_same_candidate_on_both_sides_of_one_stays_
 
 def test_a_candidate_serves_no_range_with_an_anchor_inside_that_it_cannot_run(plan, fake):
     holed, solid = fake.Kernel("holed", hole=64), fake.Kernel("solid")
-    # At 64 nothing was timed that could serve from 1, so 128 decides 1..128.
+    # At 64 nothing was timed that could serve below, so 128 decides 1..63 too.
     rows = [
         fake.measurement(fake.Kernel("late", min_m=64), 64, 1.0),
         fake.measurement(holed, 128, 1.0),
         fake.measurement(solid, 128, 2.0),
     ]
     found = plan(rows, holed, solid, fake.Kernel("late", min_m=64))
-    assert chosen(found) == [(1, 128, "solid", 16), (129, None, "holed", 16)]
+    assert chosen(found) == [(1, 63, "holed", 16), (64, 64, "late", 16), (65, None, "holed", 16)]
 
 
 def layouts_of(fake, checkpoint_us, fragment_us):

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from nvfp4.kernels import reference
 from nvfp4.kernels.moe.cpu_grouped import CpuGrouped
 from nvfp4.kernels.moe.cpu_moe import CpuMoe
 from nvfp4.kernels.problem import Device, Problem
@@ -167,6 +168,27 @@ def test_one_token_whose_terms_cancel_passes(seed):
     out[0, 7] += 0.02 * out.norm() / out.numel() ** 0.5  # one element is off by a fiftieth of what is usual
     with pytest.raises(AssertionError):
         case.compare(out)
+
+
+def test_values_beside_a_tie_may_be_rounded_the_other_way(monkeypatch):
+    """In few values, two equal slots a token: no more independent than one."""
+    problem = Problem(op="moe", n=144, k=16, experts=1, top_k=2, activation="relu2", dtype="float16")
+    case = MoeCase.random(problem, 7, 59, torch.device("cpu"))
+    ref, whole, near = case.reference(), reference.round_once, 2 * 2**-23 * (16**0.5 + 16 / 32 + 4)
+    flips = []
+
+    def other_way(exact, dtype):
+        low, right, high = (whole(exact * factor, dtype) for factor in (1 - near, 1, 1 + near))
+        flips.append(int((low != high).sum()))
+        return torch.where(right == low, high, low)
+
+    monkeypatch.setattr(reference, "round_once", other_way)
+    got = case.reference()
+    monkeypatch.undo()
+    assert 0 < sum(flips) < 20
+    case.compare(whole(got, torch.float16), (ref,))
+    with pytest.raises(AssertionError, match="relative error"):
+        case.compare(whole(got * (1 + 2**-11), torch.float16), (ref,))
 
 
 FRAGMENTS = [(FragmentMoe(), MOE), (FragmentGrouped(), GROUPED)]

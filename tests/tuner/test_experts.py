@@ -1,5 +1,6 @@
 """moe and grouped_gemm in the tuner: routings, checks that see what is wrong, a time per routing, and a plan."""
 
+import itertools
 from dataclasses import replace
 
 import msgspec
@@ -9,7 +10,7 @@ from nvfp4.cache.layouts import layout_report
 from nvfp4.cache.records import ROUTINGS, TIMING, Environment, Measurement
 from nvfp4.cache.store import Store
 from nvfp4.dispatch.layout import choose_layout
-from nvfp4.kernels import registry
+from nvfp4.kernels import reference, registry
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.moe import cpu_grouped, cpu_moe
 from nvfp4.kernels.problem import Problem
@@ -98,6 +99,22 @@ def test_every_m_is_timed_with_every_routing(measurer, pace, problem):
     assert done == Done()
     assert [(row.m, row.routing) for row in rows] == [(m, routing) for m in (1, 33, 2) for routing in ROUTINGS]
     assert all(row.status == "ok" and row.relative_error < 5e-3 and row.p50_us > 0 for row in rows)
+
+
+@BOTH
+def test_exact_results_take_one_pass_over_the_experts(monkeypatch, problem):
+    """Of a layer of 11 billion weights one takes seconds; a further M, as a crossover brings it, takes another."""
+    passes = []
+    whole = getattr(reference, problem.op)
+    monkeypatch.setattr(reference, problem.op, lambda *args, **kwargs: passes.append(1) or whole(*args, **kwargs))
+    trial = ExpertsTrial(DEVICE, CPU, problem, MS, lambda: None)
+    kernel = kernel_of(problem)
+    launcher = kernel.build(DEVICE, problem, kernel.default_config(DEVICE, problem, 33))
+    for m, routing in itertools.product(MS, ROUTINGS):
+        assert trial.check(launcher, "checkpoint", m, routing) < 5e-3
+    assert len(passes) == 1
+    assert trial.check(launcher, "checkpoint", 20, "random") < 5e-3
+    assert len(passes) == 2
 
 
 @BOTH
