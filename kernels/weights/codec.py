@@ -36,6 +36,9 @@ F32_TINY = 2.0**-149
 # Value of each code; bit 3 is the sign, code 8 is minus zero.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
+# float32 [256, 2]: both values of a byte. Not float64: CUDA gathers rows of 16 bytes one by one, 20 times slower.
+PAIRS = torch.tensor([(E2M1_VALUES[b & 15], E2M1_VALUES[b >> 4]) for b in range(256)], device="cpu")
+
 CHUNK_WEIGHTS = 1 << 22  # weights worked on at a time: bounds the temporaries to tens of MiB
 
 
@@ -227,11 +230,10 @@ def dequantize(
         )
     work = torch.float64 if dtype == torch.float64 else torch.float32
     gs = weight_scale_2.to(torch.float32).to(work).reshape(-1, 1, 1)
-    pairs = torch.tensor([(E2M1_VALUES[b & 15], E2M1_VALUES[b >> 4]) for b in range(256)], dtype=work)
-    pairs = pairs.to(weight.device)
+    pairs = PAIRS.to(weight.device)
     out = torch.empty((n, k), dtype=dtype, device=weight.device)
     for rows in _row_chunks(n, k):
-        values = pairs.index_select(0, weight[rows].flatten().int()).view(-1, k // GROUP, GROUP)
+        values = pairs.index_select(0, weight[rows].flatten().int()).view(-1, k // GROUP, GROUP).to(work)
         values *= scale_values(scale[rows], work).unsqueeze(-1)
         values *= gs[rows] if gs.shape[0] > 1 else gs
         out[rows] = values.flatten(1)
