@@ -191,8 +191,11 @@ def fits(device: Device, problem: Problem, size: Size, c: MarlinConfig, m: int) 
     return Verdict(True)
 
 
-# Not fitted: estimates, in cycles.
-START = 2500  # of a block that takes another's place: until its first weights are there
+# Fitted to measurements of two layers on an H200 (bench/results/2026-12-01-h200-marlin-moe-screens.json): of what was
+# measured at an M, the config that it ranks first was 1 % slower than the best in the mean, 7 % at worst.
+START = 6000  # cycles of a block that takes another's place: until its first weights are there
+FEW, FEW_COST = 3, 0.2  # blocks a multiprocessor, and how much longer it takes for each that is missing: uneven shares
+SMALL, SMALL_COST = 4, 0.1  # subtiles that a warp copies at a time, and how much longer it takes with fewer
 
 
 @cache
@@ -201,10 +204,12 @@ def product_us(device: Device, problem: Problem, size: Size, c: MarlinConfig, m:
     tiles, rows = expected_tiles(problem, m, c.tokens)
     grid = tiles * row_tiles(size, c) * c.split
     together = min(blocks_per_sm(device, c), math.ceil(grid / device.units))
-    waves = grid / (device.units * together)
-    blocks = math.ceil(grid / device.units) if waves <= 1 else grid / device.units + 0.5
+    share = grid / device.units
+    blocks = max(1.0, share + 0.5)
     spent = model.cycles(device, c, k=size.k, m=rows, grid=grid, blocks=blocks, together=together)
-    return (spent + max(0.0, waves - 1) * START / together + model.LAUNCH) / model.MHZ
+    spent *= 1 + FEW_COST * max(0.0, FEW - share)
+    spent *= 1 + SMALL_COST * (c.chunk * c.subtiles < SMALL)
+    return (spent + max(0.0, share / together - 1) * START / together + model.LAUNCH) / model.MHZ
 
 
 def best(device: Device, problem: Problem, m: int) -> tuple[int, tuple[tuple[str, int], ...]]:
