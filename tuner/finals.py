@@ -80,7 +80,8 @@ def refine(run: ProblemRun, plan: Plan, deadline: float | None) -> bool:
     Returns
     -------
     bool
-        Whether that told anything new: the plan is to be made again, and its crossovers may still be wide.
+        Whether that told anything new, a failure also: the plan is to be made again, and its crossovers may still be
+        wide.
     """
     learnt = False
     intervals = plan.intervals()
@@ -91,15 +92,24 @@ def refine(run: ProblemRun, plan: Plan, deadline: float | None) -> bool:
         if below.m_hi is None or below.m_hi + 1 != above.m_lo:
             continue  # what lies between runs untuned
         low, high = below.m_hi, _next_anchor(run, pair[1], below.m_hi)
-        if high is None or high - low <= max(REFINE_GAP, low // REFINE_SHARE):
+        if high is None:
             continue
+        high = min(high, above.m_hi or high)  # what is beyond belongs to neither of the two
         m = (low + high) // 2
+        if high - low <= max(REFINE_GAP, low // REFINE_SHARE) or m > max(run.ms):  # inputs are made for run.ms
+            continue
         valid = all(_serves(run, entrant, m) and run.known.usable(entrant, m) for entrant in pair)
         if not valid or not _differ(run, pair, high) or all(m in run.known.finals.get(e, {}) for e in pair):
             continue
+        before = _known_at(run, pair, m)
         run.race(pair, m)
-        learnt |= any(m in run.known.finals.get(entrant, {}) for entrant in pair)
+        learnt |= _known_at(run, pair, m) != before
     return learnt
+
+
+def _known_at(run: ProblemRun, pair: list[Entrant], m: int) -> list[tuple[bool, bool]]:
+    """Of each: whether it has raced at m, and whether it is out of the question there."""
+    return [(m in run.known.finals.get(entrant, {}), not run.known.usable(entrant, m)) for entrant in pair]
 
 
 def _next_anchor(run: ProblemRun, winner: Entrant, low: int) -> int | None:

@@ -3,7 +3,7 @@
 import pytest
 from nvfp4.cache.store import Store
 from nvfp4.errors import DatabaseError, InvalidInput
-from nvfp4.kernels.problem import Problem
+from nvfp4.kernels.problem import YES, Problem, Verdict
 from nvfp4.testing.fakes import fake_device
 from nvfp4.tuner import events as ev
 from nvfp4.tuner.messages import Done, Entrant, Screen
@@ -59,6 +59,59 @@ def test_winners_within_noise_of_each_other_are_not_refined(install, go):
     install(Tiles(rows=(8, 64)))  # at M = 16, the next anchor after 1, they take equally long
     go(ms=(1, 16))
     assert {request.m for request in ModelWorker.requests if not isinstance(request, Screen)} == {1, 16}
+
+
+def races():
+    return [request for request in ModelWorker.requests if not isinstance(request, Screen)]
+
+
+def test_crossovers_beyond_the_m_of_a_run_are_left_to_others(install, go):
+    """x is made for the M of a run: at a larger one a right kernel would be wrong."""
+    install(Tiles(rows=(8, 100)))
+    go(quick=True)
+    del ModelWorker.requests[:]
+    go(ms=(1, 2))
+    assert {request.m for request in races()} == {2}
+
+
+def test_two_winners_race_only_where_one_of_them_is_the_best(install, go, monkeypatch):
+    """All are measured at 64 and 512; where the larger tiles begin to serve, it is not for their time."""
+    least, times = {8: 1, 64: 129, 512: 193}, {8: 1.25, 64: 1.15, 512: 1.0}
+
+    class Limited(Tiles):
+        def is_valid(self, device, problem, config, m):
+            return YES if m >= least[config.rows] else Verdict.no("too few tokens")
+
+    plain = model_worker.model_us
+    parse = Limited().parse_config
+    monkeypatch.setattr(
+        model_worker,
+        "model_us",
+        lambda e, m: plain(e, m) if e.kernel != "tiles" else (9 + m) * times[parse(None, PROBLEM, e.config).rows],
+    )
+    install(Limited(rows=tuple(least)))
+    result, _ = go(ms=(64, 512))
+    assert [(i.m_lo, i.m_hi, i.config) for i in result.plans[PROBLEM].intervals()] == [
+        (1, 128, Tile(rows=8).to_json()),
+        (129, 192, Tile(rows=64).to_json()),
+        (193, None, Tile(rows=512).to_json()),
+    ]
+    for request in races():
+        if request.m > 192 and request.m not in (64, 512):
+            assert Entrant(kernel="tiles", config=Tile(rows=512).to_json()) in request.entrants
+
+
+def test_what_failed_at_a_crossover_is_not_planned_there(install, go, monkeypatch):
+    install(Tiles(rows=(8, 100)))
+    row = ModelWorker.row
+    monkeypatch.setattr(
+        ModelWorker,
+        "row",
+        staticmethod(lambda entrant, m, protocol: row(entrant, m, protocol, "launch_error" if m == 40 else "ok")),
+    )
+    result, _ = go()
+    assert [request.m for request in races()].count(40) == 1
+    assert not [i for i in result.plans[PROBLEM].intervals() if i.m_lo <= 40 <= (i.m_hi or 40)]
 
 
 def test_more_m_later_keeps_what_is_known(install, go, tmp_path):
