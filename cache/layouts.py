@@ -14,9 +14,10 @@ import msgspec
 from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
 from .evidence import gather, implementations
-from .plan import TRAFFIC, Piece, anchors_of, marked, mean_us, piece_at, pieces_by_layout
+from .plan import TRAFFIC, Piece, anchors_of, counted_at, marked, mean_us, piece_at, pieces_by_layout
 from .records import BASELINE, TIMING, Measurement, Plan
 from .store import Store
+from .words import UNTUNED
 
 __all__ = ["LayoutAtM", "LayoutReport", "LayoutRow", "LayoutSum", "layout_report"]
 
@@ -34,7 +35,7 @@ class LayoutAtM(msgspec.Struct, frozen=True, kw_only=True):
     measured_at: int | None = None  # this M, or the larger one whose candidate serves it
     stale: bool = False  # measured with another implementation than the installed one
     costs: float | None = None  # its time over the marked layout's, minus 1; None for the marked one
-    reason: str = ""  # why there is no time
+    reason: str = ""  # why there is no time; UNTUNED: no candidate either, the time is what the mean counts
 
 
 class LayoutRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,14 +151,15 @@ def _row(pieces: Mapping[str, Sequence[Piece]], names: Sequence[str], m: int, st
 
 
 def _at_m(found: Sequence[Piece] | None, layout: str, m: int, stale: set[str]) -> LayoutAtM:
-    piece = piece_at(found or (), m)
-    if piece is None:
+    counted, serving = counted_at(found or (), m), piece_at(found or (), m)
+    if counted is None or (serving is not None and serving is not counted):
         return LayoutAtM(layout=layout, reason="not measured")
-    best = piece.best
+    best = counted.best
     return LayoutAtM(
         layout=layout,
-        kernel=best.candidate.kernel,
-        config=best.candidate.config,
+        kernel=best.candidate.kernel if serving else "",
+        config=best.candidate.config if serving else "",
+        reason="" if serving else UNTUNED,
         p50_us=best.p50_us,
         protocol=best.protocol,
         measured_at=best.m,

@@ -10,7 +10,8 @@ A candidate serves a range only if its kernel says it is valid at both ends and 
 not fail at an M inside. Where the best of an anchor cannot serve its whole range, as after a tuning at few Ms, it
 serves the upper part, from the lowest of the usual anchors on, and what is below goes to the next best, as long as that
 is not much slower. What is left a later anchor may serve; else it is a gap, which runs untuned, as does what lies
-behind the last range where that ends.
+behind the last range where that ends. Where a default failed on the device, any candidate that can serve is better than
+a gap, also one of an earlier anchor.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ __all__ = [
     "TRAFFIC",
     "Piece",
     "anchors_of",
+    "counted_at",
     "make_plan",
     "marked",
     "mean_us",
@@ -142,35 +144,48 @@ def _pieces(evidence: Evidence, layout: str) -> list[Piece]:
     anchors = evidence.anchors(layout)
     anyhow = evidence.has_bad_default(layout)
     pieces: list[Piece] = []
-    uncovered: list[tuple[int, int]] = []
     m_lo = 1
-    for m in anchors:
-        wanted, uncovered = [*uncovered, (m_lo, m)], []
-        for low, high in wanted:
-            found = _fill(evidence, evidence.times[layout, m], low, high, anyhow)
-            pieces += found
-            if (left := found[-1].m_lo - 1 if found else high) >= low:
-                uncovered.append((low, left))
-        m_lo = m + 1
+    for i, m in enumerate(anchors):
+        left, m_lo = [(m_lo, m)], m + 1
+        fewer = reversed(anchors[:i]) if anyhow else ()  # better measured at fewer tokens than a default that failed
+        for measured_at in (*anchors[i:], *fewer):
+            ranges, left = left, []
+            for low, high in ranges:
+                found, rest = _fill(evidence, evidence.times[layout, measured_at], low, high, anyhow)
+                pieces += found
+                left += rest
     last = reversed(anchors) if anyhow else anchors[-1:]
     beyond = (_piece(evidence, evidence.times[layout, m], m_lo, None, anyhow) for m in last)
     pieces += [piece for piece in beyond if piece is not None][:1]
     return sorted(pieces, key=lambda piece: piece.m_lo)
 
 
-def _fill(evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int, anyhow: bool) -> list[Piece]:
-    """Ranges that descend from m_hi, each as far as one of the best there can serve; they may end above m_lo."""
+def _fill(
+    evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int, anyhow: bool
+) -> tuple[list[Piece], list[tuple[int, int]]]:
+    """Ranges that descend from m_hi, each as far as one of the best there can serve, and what none of them can."""
     pieces: list[Piece] = []
+    left: list[tuple[int, int]] = []
     while m_lo <= m_hi:
         starts = {m_lo, *(anchor + 1 for anchor in ANCHORS if m_lo <= anchor < m_hi)}
         starts |= {m_hi} if m_hi == ranked[0].m else set()
         ranges = [_piece(evidence, ranked, start, m_hi, anyhow) for start in sorted(starts)]
         served = [one for one in ranges if one is not None]
-        if not served:
-            break
-        pieces.append(next(one for one in served if behind(served[-1].best, one.best) <= DEFAULT_ADVANTAGE))
-        m_hi = pieces[-1].m_lo - 1
-    return pieces
+        if served:
+            pieces.append(next(one for one in served if _is_near(one.best, served[-1])))
+            m_hi = pieces[-1].m_lo - 1
+        else:
+            end, m_hi = m_hi, max(starts) - 1
+            if left and left[-1][0] == end + 1:
+                end = left.pop()[1]
+            left.append((m_hi + 1, end))
+    return pieces, left
+
+
+def _is_near(timed: Timed, narrow: Piece) -> bool:
+    """Whether a candidate is within 2 % of the fastest that serves the upper end, by the same kind of time."""
+    fastest = narrow.runner_up if narrow.runner_up and narrow.runner_up.rank < narrow.best.rank else narrow.best
+    return timed.protocol == fastest.protocol and behind(fastest, timed) <= DEFAULT_ADVANTAGE
 
 
 def _piece(evidence: Evidence, ranked: Sequence[Timed], m_lo: int, m_hi: int | None, anyhow: bool) -> Piece | None:
@@ -239,7 +254,7 @@ def mean_us(pieces: Sequence[Piece], anchors: Sequence[int], traffic: str) -> fl
     total_us = total = 0.0
     above = 0
     for upper, share in TRAFFIC[traffic]:
-        found = [piece_at(pieces, m) for m in anchors if above < m and (upper is None or m <= upper)]
+        found = [counted_at(pieces, m) for m in anchors if above < m and (upper is None or m <= upper)]
         times = [piece.best.p50_us for piece in found if piece is not None]
         if len(times) < len(found):
             return None
@@ -251,9 +266,16 @@ def mean_us(pieces: Sequence[Piece], anchors: Sequence[int], traffic: str) -> fl
 
 
 def piece_at(pieces: Sequence[Piece], m: int) -> Piece | None:
-    """What serves m, with a time measured at m or at the anchor above; None beyond the last anchor."""
-    piece = next((piece for piece in pieces if piece.m_hi is None or m <= piece.m_hi), None)
-    return piece if piece is not None and piece.best.m >= m else None
+    """What serves m; None: it runs untuned."""
+    return next((piece for piece in pieces if piece.m_lo <= m and (piece.m_hi is None or m <= piece.m_hi)), None)
+
+
+def counted_at(pieces: Sequence[Piece], m: int) -> Piece | None:
+    """Whose time counts at m: of what serves it, measured there or at the anchor above; in a gap of what comes next.
+
+    None beyond the last anchor.
+    """
+    return next((piece for piece in pieces if m <= (piece.m_hi or m) and m <= piece.best.m), None)
 
 
 def marked(mean_by_layout: Mapping[str, float | None]) -> str:

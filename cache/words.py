@@ -6,7 +6,9 @@ import msgspec
 
 from ..kernels.problem import DTYPES, Problem
 
-__all__ = ["candidate_words", "config_words", "microseconds", "shape_words", "tune_command"]
+__all__ = ["UNTUNED", "candidate_words", "config_words", "microseconds", "shape_words", "tune_command"]
+
+UNTUNED = "untuned"  # where a plan has no interval
 
 
 def config_words(text: str) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from ..cache.layouts import LayoutAtM, LayoutReport
 from ..cache.plan import CHECKPOINT_ADVANTAGE
 from .output import Grid
-from .words import counts, device_words, microseconds, plural, problem_words
+from .words import UNTUNED, counts, device_words, microseconds, plural, problem_words
 
 __all__ = ["show_layouts"]
 
@@ -103,5 +103,7 @@ def _legend(found: Sequence[LayoutReport]) -> Iterator[str]:
         yield f"mean: of a call in {bands} traffic{costs}"
     if any(cell.measured_at not in (None, row.m) for one in found for row in one.rows for cell in row.layouts):
         yield "@M: the time at that M, whose candidate serves this one too and takes at most as long"
+    if any(cell.reason == UNTUNED for one in found for row in one.rows for cell in row.layouts):
+        yield f"{UNTUNED}: no candidate serves that M, so a default runs; the time is what the mean counts for it"
     if any(one.stale for one in found):
         yield f"{STALE} the kernel or its compiler has changed since; `nvfp4 tune` measures it again"

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from ..cache.records import Interval, with_gaps
-from ..cache.words import candidate_words, config_words, microseconds
+from ..cache.words import UNTUNED, candidate_words, config_words, microseconds
 from ..kernels.problem import Device, Problem
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "ratios",
 ]
 
-UNTUNED = "untuned"  # where a plan has no interval
 SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 

@@ -99,6 +99,19 @@ def test_a_layout_whose_candidates_end_below_the_largest_m_says_so(compared, fak
     assert sums(found)[1] == ("small", None, None, None, "not measured at the largest M")
 
 
+def test_a_gap_of_a_layout_runs_untuned_and_counts_as_what_comes_next(compared, fake, kernels):
+    m, a = fake.measurement, kernels["a"]
+    early, late = fake.Kernel("early", layout=FRAGMENT, max_m=16), fake.Kernel("late", layout=FRAGMENT, min_m=65)
+    kernels |= {"early": early, "late": late}
+    rows = [m(a, at, us) for at, us in ((16, 30.0), (64, 40.0), (96, 50.0))]
+    found = compared([*rows, m(early, 16, 10.0), m(late, 96, 20.0)])
+    assert found.marked == FRAGMENT
+    assert times(found, FRAGMENT) == [(16, 10.0, 16, None), (64, 20.0, 96, None), (96, 20.0, 96, None)]
+    cells = [row.layouts[0] for row in found.rows]
+    assert [(cell.kernel, cell.reason) for cell in cells] == [("early", ""), ("", "untuned"), ("late", "")]
+    assert sums(found)[0][1] == pytest.approx((0.4 * 15 + 0.08 * 20) / 0.48)
+
+
 def test_rows_of_another_implementation_explain_the_plan_and_are_named(compared, fake, kernels):
     m, a, packed = fake.measurement, kernels["a"], kernels["packed"]
     old = {"implementation": "0123456789abcdef"}

@@ -4,9 +4,11 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nvfp4.cache.plan import DEFAULT_ADVANTAGE, TRAFFIC, make_plan
+from nvfp4.cache.evidence import behind, gather
+from nvfp4.cache.plan import DEFAULT_ADVANTAGE, GAP, TRAFFIC, make_plan
 from nvfp4.errors import InvalidInput
 from nvfp4.kernels.problem import Device, Problem
+from nvfp4.kernels.untuned import ANCHORS
 
 
 @pytest.fixture
@@ -276,6 +278,34 @@ def test_of_two_that_are_near_the_one_that_serves_more_is_taken(plan, fake):
     assert chosen(plan(rows, first, wide)) == [(1, 128, "wide", 16), (129, None, "first", 16)]
 
 
+def test_the_default_and_the_wider_one_together_cost_no_more_than_two_percent(plan, fake):
+    first, default = fake.Kernel("first", min_m=64, default_tile=32), fake.Kernel("default", min_m=64)
+    wide = fake.Kernel("wide", default_tile=32)
+    rows = [fake.measurement(first, 64, 100.0), fake.measurement(default, 64, 101.9), fake.measurement(wide, 64, 103.8)]
+    assert chosen(plan(rows, first, default, wide)) == [(1, 63, "wide", 16), (64, None, "default", 16)]
+
+
+def test_a_screen_takes_nothing_from_a_final_also_where_a_default_failed(plan, fake):
+    best, wide, broken = fake.Kernel("best", min_m=33), fake.Kernel("wide", default_tile=32), fake.Kernel("broken")
+    m = fake.measurement
+    rows = [m(best, 64, 10.0, protocol="final"), m(wide, 64, 9.5), m(broken, 1, status="wrong")]
+    assert chosen(plan(rows, best, wide, broken)) == [(1, 32, "wide", 16), (33, None, "best", 16)]
+
+
+def test_where_a_default_failed_what_was_measured_runs_wherever_it_can(plan, fake):
+    small, large = fake.Kernel("small", max_m=256, default_tile=32), fake.Kernel("large", min_m=513)
+    m = fake.measurement
+    rows = [m(small, 4, 1.0), m(large, 4096, 9.0), m(small, 48, status="oom")]
+    assert chosen(plan(rows, small, large)) == [(1, 4, "small", 16), (513, None, "large", 16)]
+    broken = fake.Kernel("broken")
+    rows.append(m(broken, 1, status="wrong"))
+    assert chosen(plan(rows, small, large, broken)) == [
+        (1, 32, "small", 16),
+        (49, 256, "small", 16),  # it failed at 48, and cannot run 257
+        (513, None, "large", 16),
+    ]
+
+
 def test_a_gap_can_come_first_and_the_same_candidate_on_both_sides_of_one_stays_two_intervals(plan, fake):
     late = fake.Kernel("late", min_m=40)
     assert chosen(plan([fake.measurement(late, 64, 1.0)], late)) == [(49, None, "late", 16)]
@@ -392,3 +422,58 @@ def test_intervals_ascend_and_never_hold_a_bad_candidate(measured, limit, fake):
                 assert got != "wrong"
                 assert not m_lo <= m <= last
     assert all(entry.margin >= -DEFAULT_ADVANTAGE for entry in found.intervals())  # less than 0 for a default
+
+
+limits = st.fixed_dictionaries(
+    {
+        "min_m": st.sampled_from([1, 1, 2, 17, 33, 64, 100]),
+        "max_m": st.sampled_from([2**30, 2**30, 16, 64, 512]),
+        "hole": st.sampled_from([0, 0, 17, 63, 64]),
+        "default_tile": st.sampled_from([16, 32]),
+    }
+)
+rows_of_kernels = st.lists(
+    st.tuples(
+        st.sampled_from("abcd"),
+        st.sampled_from([1, 2, 16, 20, 64, 96, 512]),
+        st.sampled_from(["screen", "final"]),
+        st.sampled_from([100.0, 101.9, 103.5, 110.0, 125.0, 131.0, 200.0, 100.0, 103.5, "oom", "wrong"]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(limits=st.tuples(limits, limits, limits, limits), measured=rows_of_kernels)
+def test_anchors_run_their_best_and_gaps_are_where_nothing_can_run(limits, measured, fake):
+    kernels = {name: fake.Kernel(name, **one) for name, one in zip("abcd", limits, strict=True)}
+    rows = [
+        fake.measurement(
+            kernels[name], m, protocol=protocol, **({"status": got} if isinstance(got, str) else {"p50_us": got})
+        )
+        for name, m, protocol, got in measured
+    ]
+    found = make_plan(fake.device, fake.problem, rows, kernels=kernels, environment=fake.environment)
+    evidence = gather(fake.device, fake.problem, rows, kernels)
+    anchors = evidence.anchors("checkpoint")
+    by_m = {m: evidence.times["checkpoint", m] for m in anchors}
+    intervals = found.intervals() if found else ()
+
+    def at(m):
+        return next((one for one in intervals if one.m_lo <= m <= (one.m_hi or m)), None)
+
+    for m in anchors:
+        own = {timed.candidate.kernel: timed for timed in by_m[m]}[at(m).kernel]
+        assert own.protocol == by_m[m][0].protocol and behind(by_m[m][0], own) <= DEFAULT_ADVANTAGE
+    anyhow = evidence.has_bad_default("checkpoint")
+    ends = sorted({m for m in (*ANCHORS, *anchors) if m <= max(anchors, default=0)})
+    for low, high in zip([1, *(end + 1 for end in ends)], ends, strict=False):
+        if any(at(m) for m in range(low, high + 1)):
+            continue
+        for m, ranked in by_m.items():
+            for timed in ranked:
+                near = m >= high and timed.protocol == ranked[0].protocol and behind(ranked[0], timed) <= GAP
+                able = all(evidence.is_valid(timed.candidate, end) for end in (low, high))
+                failed = any(low <= at <= high for at in evidence.failures.get(timed.candidate, ()))
+                assert failed or not able or not (near or anyhow)
