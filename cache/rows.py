@@ -308,7 +308,7 @@ def plan_at(connection: sqlite3.Connection, number: int) -> Plan:
     Raises
     ------
     DatabaseError
-        Its intervals leave a gap, its marked layout has none, or a column holds something else (reason "corrupt").
+        Its intervals overlap, its marked layout has none, or a column holds something else (reason "corrupt").
     """
     parts = [
         *(f"device.{name}" for name in _DEVICE),

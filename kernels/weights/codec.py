@@ -37,7 +37,9 @@ F32_TINY = 2.0**-149
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 # float32 [256, 2]: both values of a byte. Not float64: CUDA gathers rows of 16 bytes one by one, 20 times slower.
-PAIRS = torch.tensor([(E2M1_VALUES[b & 15], E2M1_VALUES[b >> 4]) for b in range(256)], device="cpu")
+PAIRS = torch.tensor(
+    [(E2M1_VALUES[b & 15], E2M1_VALUES[b >> 4]) for b in range(256)], dtype=torch.float32, device="cpu"
+)
 
 CHUNK_WEIGHTS = 1 << 22  # weights worked on at a time: bounds the temporaries to tens of MiB
 
