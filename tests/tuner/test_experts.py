@@ -21,7 +21,7 @@ from nvfp4.tuner.experts_trial import ExpertsTrial
 from nvfp4.tuner.experts_weights import ExpertWeights
 from nvfp4.tuner.inputs import least_bytes
 from nvfp4.tuner.measure import Measurer
-from nvfp4.tuner.messages import Done, Entrant, Race, Row, Screen
+from nvfp4.tuner.messages import Done, Entrant, Race, Recorded, Row, Screen
 from nvfp4.tuner.outcome import Wrong
 from nvfp4.tuner.run import tune
 
@@ -115,6 +115,26 @@ def test_exact_results_take_one_pass_over_the_experts(monkeypatch, problem):
     assert len(passes) == 1
     assert trial.check(launcher, "checkpoint", 20, "random") < 5e-3
     assert len(passes) == 2
+
+
+@BOTH
+@pytest.mark.parametrize("experts", [1, 4, 64])
+def test_exact_results_of_one_pass_are_those_of_every_call(problem, experts):
+    """Experts without rows, ids of -1 in a record, and an M that comes later."""
+    problem = replace(problem, experts=experts)
+    record = torch.tensor([[0, -1], [-1, -1], [experts - 1, 0]], dtype=torch.int32)
+    recorded = Recorded(name="recorded-0123456789ab", ids=record.numpy().tobytes(), top_k=2)
+    trial = ExpertsTrial(DEVICE, CPU, problem, (2, 33, 100), lambda: None, recorded)
+    assert recorded.name in trial.routings
+    for m, routing in itertools.product((33, 2, 100, 57), trial.routings):
+        at, exact, _ = trial._known(m, routing)
+        ids, x, w = trial.ids[routing][:m], trial.x[:m], trial.weights.plain
+        if problem.op == "moe":
+            whole = reference.moe(x, *w, ids, trial.router[:m], activation="swiglu", round_output=False)
+        else:
+            counts = torch.bincount(ids.flatten(), minlength=experts)
+            whole = reference.grouped_gemm(x, *w, torch.cat([counts[:1] * 0, counts.cumsum(0)]), round_output=False)
+        torch.testing.assert_close(exact, whole[at], rtol=1e-9, atol=1e-9)
 
 
 @BOTH
