@@ -97,7 +97,8 @@ def moe_tolerance(ref: Tensor, *, hidden: int, inter: int, top_k: int, dtype: to
         return 0.0
     rounding = relative_error(round_once(ref, dtype), ref)
     first = MOE_GAIN * 2 * ULP * (math.sqrt(hidden) + hidden / 32 + 4)
-    values, unit, terms = ref.shape[0] * inter, _unit(dtype), inter * top_k
+    values = int((ref != 0).any(dim=1).sum()) * inter  # tokens without an expert have none
+    unit, terms = _unit(dtype), inter * top_k
     flips = values * first / unit
     flips += FLIPS * (math.sqrt(flips) + 1)
     return math.sqrt(rounding**2 + flips / values * unit**2) + 2 * ULP * (math.sqrt(terms) + inter / 32 + top_k + 4)
@@ -115,8 +116,9 @@ def assert_moe_close(got: Tensor, ref: Tensor, *, hidden: int, inter: int, top_k
       as much, for the activation enlarges relative errors, by up to 2 where it squares or multiplies.
     - The activation's result is rounded to `dtype`. An error e_first before it puts one value in unit / e_first of
       them on the other side of a rounding boundary, and then changes it by a whole unit 2^-7 (bfloat16) or 2^-10,
-      which is independent of the last rounding. Of values = T * inter (a token's experts may be equal) these are
-      n = values * e_first / unit, give or take: flips = n + 5 * (sqrt(n) + 1), for some values weigh more than others.
+      which is independent of the last rounding. Of values = T * inter these are n = values * e_first / unit, give or
+      take: flips = n + 5 * (sqrt(n) + 1), for some values weigh more than others. T are the tokens that have an expert;
+      all experts of one may be equal.
 
     A further rounding to bfloat16 (of the pre-activation, of an expert's result) brings the error to 2.3e-3 or more
     and fails for `hidden` below about 4096 and more than about 1000 values.

@@ -9,6 +9,7 @@ from nvfp4.kernels.moe.cpu_grouped import CpuGrouped
 from nvfp4.kernels.moe.cpu_moe import CpuMoe
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing import assert_moe_close, conformance
+from nvfp4.testing.close import moe_tolerance
 from nvfp4.testing.experts import MoeCase, experts_case, poisoned
 from nvfp4.testing.fake_experts import FragmentGrouped, FragmentMoe
 
@@ -189,6 +190,13 @@ def test_values_beside_a_tie_may_be_rounded_the_other_way(monkeypatch):
     case.compare(whole(got, torch.float16), (ref,))
     with pytest.raises(AssertionError, match="relative error"):
         case.compare(whole(got * (1 + 2**-11), torch.float16), (ref,))
+
+
+def test_tokens_without_an_expert_leave_the_bound_of_the_others():
+    sizes = {"hidden": 64, "inter": 48, "top_k": 2, "dtype": torch.float16}
+    ref = torch.randn(1, 64, dtype=torch.float64)
+    idle = torch.cat([torch.zeros(79, 64, dtype=torch.float64), ref])
+    assert moe_tolerance(idle, **sizes) == pytest.approx(moe_tolerance(ref, **sizes))
 
 
 FRAGMENTS = [(FragmentMoe(), MOE), (FragmentGrouped(), GROUPED)]
