@@ -78,7 +78,7 @@ class Case:
         self.scale = torch.randint(low, high, (n, k // 16), dtype=torch.uint8, device=device)
         size = 448.0 if extreme else 3.6  # codes and scales have about this root mean square
         self.global_scale = torch.full((1,), 1 / (size * math.sqrt(k)), device=device)
-        self.k, self.dtype = k, x.dtype
+        self.k, self.dtype, self._x = k, x.dtype, x
         self._known = tuple(sorted(rows))
         self._rows: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self._tolerances: dict[int, float] = {}
@@ -90,6 +90,16 @@ class Case:
         if extreme:  # a few large blocks hide the error of small ones: element bounds need the true magnitudes
             plus = (self.weight & 0x77, self.scale & 0x7F)
             self.magnitude = reference.gemm(x[at].abs(), *plus, self.global_scale, round_output=False)
+
+    def know(self, rows: Sequence[int]) -> None:
+        """Keep the exact results of further rows of x, of an M that came later."""
+        more = sorted({*rows} - {*self._known})
+        if more:
+            at = torch.tensor(more, device=self._x.device)
+            self._row_of[at] = len(self.exact) + torch.arange(len(more), device=at.device)
+            exact = reference.gemm(self._x[at], self.weight, self.scale, self.global_scale, round_output=False)
+            self.exact = torch.cat([self.exact, exact])
+            self._known = tuple(sorted((*self._known, *more)))
 
     def rows(self, start: int, m: int) -> tuple[Tensor, Tensor]:
         """Rows of an output of x[start : start + m] whose exact result is kept, and where `exact` holds them.

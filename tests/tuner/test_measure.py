@@ -9,10 +9,11 @@ from nvfp4.errors import BuildError
 from nvfp4.kernels.problem import Problem
 from nvfp4.testing import fakes as fake_kernels
 from nvfp4.testing.fakes import FakeConfig, TroubleConfig, fake_device
+from nvfp4.tuner.gemm_trial import GemmTrial
 from nvfp4.tuner.inputs import POOL_ROWS, Inputs, copies_needed
 from nvfp4.tuner.measure import Measurer
 from nvfp4.tuner.messages import BASELINE_CONFIG, Done, Entrant, Race, Row, Screen, Started, shorten
-from nvfp4.tuner.outcome import classify
+from nvfp4.tuner.outcome import Wrong, classify
 from nvfp4.tuner.output import GUARD_ROWS
 from nvfp4.tuner.trial import gate_ms
 
@@ -291,6 +292,24 @@ def test_results_are_known_for_small_m_whole_and_for_large_m_at_its_tail():
     dense = inputs.dense_copies()[0]
     assert len(known) == len(at)
     assert torch.allclose(inputs.plain.exact[known], x @ dense.double().t(), rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("m", [1000, 437])
+def test_the_last_rows_are_compared_also_of_an_m_that_comes_later(m):
+    trial = GemmTrial(DEVICE, torch.device("cpu"), PROBLEM, (1000,), lambda: None)
+
+    def right(x, weight, scale, gs, bias, pqs, out):
+        fake_kernels.multiply(x, weight, scale, gs, bias, out)
+
+    def wrong(*arguments):
+        right(*arguments)
+        arguments[-1][-2] *= 1.5
+
+    assert trial.check(right, "checkpoint", m, "") < 2e-3
+    assert {*range(m - 16, m)} <= {*trial.inputs.plain.rows(0, m)[0].tolist()}
+    with pytest.raises(Wrong, match=f"m={m}: relative error"):
+        trial.check(wrong, "checkpoint", m, "")
+    assert trial.check(right, "checkpoint", 1000, "") < 2e-3
 
 
 @pytest.mark.parametrize("text", ["x" * 10_000, "é" * 10_000, "\x1b" * 10_000, "short", ""])
