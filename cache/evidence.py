@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from ..kernels.kernel import Kernel, implementation_hash
 from ..kernels.problem import Device, Problem
-from ..kernels.untuned import ANCHORS
+from ..kernels.untuned import ANCHORS, FAR
 from .records import BASELINE, RECORDED, TIMING, Measurement
 from .routings import combine, routings_of, worst_regrets
 
@@ -21,6 +21,8 @@ _Newest: TypeAlias = dict[tuple["Candidate", int], dict[str, dict[str, Measureme
 _Recorded: TypeAlias = dict[tuple[int, str], str]
 
 TRUST_LOST = ("wrong", "nan")  # at any M: a kernel that computed garbage once is planned nowhere
+
+TRANSIENT = {"oom", "timeout"}  # they say nothing about other M
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +91,18 @@ class Evidence:
         kernel = self.kernels[candidate.kernel]
         return bool(kernel.is_valid(self.device, self.problem, self.configs[candidate], m))
 
-    def has_bad_default(self, layout: str) -> bool:
-        """Whether something that may run untuned in this layout has failed."""
-        failed = {candidate for candidate, by_m in self.failures.items() if by_m} | self.distrusted
-        kernels = {self.kernels[candidate.kernel] for candidate in failed if candidate.layout == layout}
+    def failed_defaults(self, layout: str) -> set[int]:
+        """Ms at which what may run untuned in this layout has failed; where that was no want of memory or time, all."""
+        known = {**{candidate: {} for candidate in self.distrusted}, **self.failures}
+        kernels = {self.kernels[candidate.kernel] for candidate in known if candidate.layout == layout}
         defaults = {(k.name, k.default_config(self.device, self.problem, m)) for k in kernels for m in ANCHORS}
-        return any((candidate.kernel, self.configs[candidate]) in defaults for candidate in failed)
+        found: set[int] = set()
+        for candidate, by_m in known.items():
+            if (candidate.kernel, self.configs[candidate]) in defaults:
+                found |= by_m.keys()
+                if candidate in self.distrusted or {*by_m.values()} - TRANSIENT:
+                    found |= {*ANCHORS, *self.anchors(layout), FAR}
+        return found
 
 
 def behind(best: Timed, other: Timed) -> float:

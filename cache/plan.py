@@ -142,10 +142,11 @@ def anchors_of(pieces: Mapping[str, Sequence[Piece]]) -> list[int]:
 def _pieces(evidence: Evidence, layout: str) -> list[Piece]:
     """Every anchor's range, and beyond the last one."""
     anchors = evidence.anchors(layout)
-    anyhow = evidence.has_bad_default(layout)
+    failed = evidence.failed_defaults(layout)
     pieces: list[Piece] = []
     m_lo = 1
     for i, m in enumerate(anchors):
+        anyhow = any(m_lo <= at <= m for at in failed)
         left, m_lo = [(m_lo, m)], m + 1
         fewer = reversed(anchors[:i]) if anyhow else ()  # better measured at fewer tokens than a default that failed
         for measured_at in (*anchors[i:], *fewer):
@@ -154,6 +155,7 @@ def _pieces(evidence: Evidence, layout: str) -> list[Piece]:
                 found, rest = _fill(evidence, evidence.times[layout, measured_at], low, high, anyhow)
                 pieces += found
                 left += rest
+    anyhow = any(at >= m_lo for at in failed)
     last = reversed(anchors) if anyhow else anchors[-1:]
     beyond = (_piece(evidence, evidence.times[layout, m], m_lo, None, anyhow) for m in last)
     pieces += [piece for piece in beyond if piece is not None][:1]

@@ -249,6 +249,22 @@ def test_a_gap_between_two_anchors_does_not_cost_the_layout_its_plan(plan, fake)
     assert chosen(found, "checkpoint") == [(1, None, "anywhere", 16)]
 
 
+def test_a_default_that_lacked_memory_at_one_m_leaves_gaps_elsewhere(plan, fake):
+    """Failures of other kinds end the trust in defaults at every M."""
+    tall, small = fake.Kernel("tall", min_m=193), fake.Kernel("small")
+    rows = [fake.measurement(small, 64, 110.0), fake.measurement(tall, 512, 151.0), fake.measurement(small, 512, 241.0)]
+    gap, none = [(1, 64, "small", 16), (193, None, "tall", 16)], [(1, 192, "small", 16), (193, None, "tall", 16)]
+    for m, status, expected in ((8192, "oom", gap), (96, "oom", none), (8192, "crash", none)):
+        assert (
+            chosen(
+                plan(
+                    [*rows, fake.measurement(fake.Kernel("other"), m, status=status)], tall, small, fake.Kernel("other")
+                )
+            )
+            == expected
+        )
+
+
 def test_the_best_of_an_anchor_serves_it_however_few_of_its_range_it_can(plan, fake):
     """Experts of Qwen3-30B-A3B tuned at 64 and 512: tiles suit some M; one suits all, at 1.6 times the time."""
     tall, middle = fake.Kernel("tall", min_m=193), fake.Kernel("middle", min_m=129)
@@ -466,11 +482,13 @@ def test_anchors_run_their_best_and_gaps_are_where_nothing_can_run(limits, measu
     for m in anchors:
         own = {timed.candidate.kernel: timed for timed in by_m[m]}[at(m).kernel]
         assert own.protocol == by_m[m][0].protocol and behind(by_m[m][0], own) <= DEFAULT_ADVANTAGE
-    anyhow = evidence.has_bad_default("checkpoint")
+    failed_defaults = evidence.failed_defaults("checkpoint")
     ends = sorted({m for m in (*ANCHORS, *anchors) if m <= max(anchors, default=0)})
     for low, high in zip([1, *(end + 1 for end in ends)], ends, strict=False):
         if any(at(m) for m in range(low, high + 1)):
             continue
+        below = max((m for m in anchors if m < low), default=0)
+        anyhow = any(below < failed <= min(m for m in anchors if m >= high) for failed in failed_defaults)
         for m, ranked in by_m.items():
             for timed in ranked:
                 near = m >= high and timed.protocol == ranked[0].protocol and behind(ranked[0], timed) <= GAP
