@@ -191,11 +191,12 @@ def fits(device: Device, problem: Problem, size: Size, c: MarlinConfig, m: int) 
     return Verdict(True)
 
 
-# Fitted to measurements of two layers on an H200 (bench/results/2026-12-01-h200-marlin-moe-screens.json): of what was
-# measured at an M, the config that it ranks first was 1 % slower than the best in the mean, 7 % at worst.
-START = 6000  # cycles of a block that takes another's place: until its first weights are there
-FEW, FEW_COST = 3, 0.2  # blocks a multiprocessor, and how much longer it takes for each that is missing: uneven shares
-SMALL, SMALL_COST = 4, 0.1  # subtiles that a warp copies at a time, and how much longer it takes with fewer
+# Fitted to measurements of three layers on an H200 (bench/results/2026-12-01-h200-marlin-moe-screens.json): of what was
+# measured at an M, the config that it ranks first was 2 % slower than the best in the mean, 9 % at worst. In cycles.
+START = 2500  # of a block that takes another's place: until its first weights are there
+BLOCK = 200  # of every block besides
+FEW, MISSING = 3, 1200  # blocks a multiprocessor, and for each that is missing: nothing hides how a block begins
+SMALL_COPIES = 0.05  # more time where a warp copies fewer than four subtiles
 
 
 @cache
@@ -205,10 +206,10 @@ def product_us(device: Device, problem: Problem, size: Size, c: MarlinConfig, m:
     grid = tiles * row_tiles(size, c) * c.split
     together = min(blocks_per_sm(device, c), math.ceil(grid / device.units))
     share = grid / device.units
-    blocks = max(1.0, share + 0.5)
+    blocks = math.ceil(share) if share <= together else share + 0.5
     spent = model.cycles(device, c, k=size.k, m=rows, grid=grid, blocks=blocks, together=together)
-    spent *= 1 + FEW_COST * max(0.0, FEW - share)
-    spent *= 1 + SMALL_COST * (c.chunk * c.subtiles < SMALL)
+    spent *= 1 + SMALL_COPIES * (c.chunk * c.subtiles < 4)
+    spent += BLOCK * blocks + MISSING * max(0.0, FEW - share)
     return (spent + max(0.0, share / together - 1) * START / together + model.LAUNCH) / model.MHZ
 
 
