@@ -49,8 +49,15 @@ def check_gemm(
     pre_quant_scale: Tensor | None,
     layout: str,
     out_features: int | None,
+    *,
+    addresses: bool = True,
 ) -> tuple[int, int]:
     """N and K of a gemm whose arguments belong together.
+
+    Parameters
+    ----------
+    addresses
+        Also look where the weight and its scales begin: fake tensors and those on the meta device lie nowhere.
 
     Raises
     ------
@@ -62,6 +69,8 @@ def check_gemm(
         n = _check_checkpoint(x, weight, weight_scale, weight_scale_2, out_features)
     else:
         n = _check_blob(x, weight, weight_scale, weight_scale_2, layout, out_features)
+    if addresses:
+        check_aligned(weight=weight, weight_scale=weight_scale)
     _check_vector("bias", bias, x, n, "N", (x.dtype, torch.float32))
     _check_vector("pre_quant_scale", pre_quant_scale, x, k, "K", (x.dtype,))
     return n, k
@@ -313,7 +322,6 @@ def _check_checkpoint(
     if out_features is not None and out_features != n:
         raise InvalidInput(message("wrong out_features", got=out_features, expected=f"{n}, the rows of weight"))
     check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
-    check_aligned(weight=weight, weight_scale=weight_scale)
     return n
 
 
@@ -335,7 +343,6 @@ def _check_blob(
             )
         )
     check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
-    check_aligned(weight=weight, weight_scale=weight_scale)
     return n
 
 

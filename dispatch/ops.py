@@ -14,7 +14,7 @@ from ..kernels.weights import codec
 from ..kernels.weights.layouts import layout as get_layout
 from ..kernels.weights.weight import Weight, check_tensors, normalize_global_scale, validate
 from . import call
-from .checks import check_blob, check_device, check_inner, refuse_grad, refuse_tracked
+from .checks import check_blob, check_device, check_gemm, refuse_grad, refuse_tracked
 
 __all__ = ["LIBRARY", "dequantize", "gemm", "register"]
 
@@ -59,11 +59,9 @@ def _gemm_fake(
     # A real tensor beside one on the meta device comes here too, and would get a result that nobody wrote.
     check_device(x, weight=weight, weight_scale=weight_scale, weight_scale_2=weight_scale_2)
     check_device(x, bias=bias, pre_quant_scale=pre_quant_scale)
-    if layout == "checkpoint":
-        check_inner(x, weight)
-        n = weight.shape[0] if out_features is None else out_features
-    else:
-        n = check_blob(weight, weight_scale, layout, out_features, x.shape[-1], dtype=x.dtype)
+    n, _ = check_gemm(
+        x, weight, weight_scale, weight_scale_2, bias, pre_quant_scale, layout, out_features, addresses=False
+    )
     return x.new_empty((*x.shape[:-1], n))
 
 

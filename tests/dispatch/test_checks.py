@@ -79,6 +79,25 @@ def test_wrong_arguments(exact, case, name):
     assert exact.launches == [] and exact.builds == []
 
 
+@pytest.mark.parametrize("name", [name for name in WRONG if "unaligned" not in name])
+def test_meta_tensors_are_refused_for_the_same_reasons(exact, case, name):
+    """A model that is traced, or laid out on the meta device, must not hide what every real call would refuse."""
+    spoil, text = WRONG[name]
+    c = case()
+    c.options = {}
+    spoil(c)
+
+    def meta(value):
+        if not isinstance(value, torch.Tensor):
+            return value
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+    there = [meta(value) for value in (c.x, c.weight, c.scale, c.gs)]
+    options = {name: meta(value) for name, value in c.options.items()}
+    with pytest.raises(nvfp4.InvalidInput, match=f"(?s){text}"):
+        torch.ops.nvfp4.gemm(*there, **options)
+
+
 def test_meta_tensors_reach_no_kernel(exact, case):
     c = case()
     y = nvfp4.gemm(c.x.to("meta"), c.weight.to("meta"), c.scale.to("meta"), c.gs.to("meta"))

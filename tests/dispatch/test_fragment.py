@@ -177,8 +177,8 @@ def test_fake_tensors_are_checked_too(packed):
         op(x, data, None, gs, layout=packed.w.layout)
     with pytest.raises(nvfp4.InvalidInput, match="N = 65"):
         op(x, data, None, gs, layout=packed.w.layout, out_features=65)
-    for other in (torch.float16, torch.float32):
-        with pytest.raises(nvfp4.InvalidInput, match="is not for this x"):
+    for other, text in ((torch.float16, "is not for this x"), (torch.float32, "wrong dtype of x")):
+        with pytest.raises(nvfp4.InvalidInput, match=text):
             op(x.to(other), data, None, gs, layout=packed.w.layout, out_features=48)
 
 
