@@ -12,6 +12,7 @@ import torch
 from nvfp4.kernels import registry
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.problem import Problem
+from nvfp4.kernels.weights.layouts import to_layout
 from nvfp4.testing import conformance, exact_experts
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -95,6 +96,24 @@ def test_every_product_is_exact(kernel, dtype):
     assert sizes, f"{kernel.name} supports no K up to 256"
     less = {"rotations": 1, "global_scales": (3e-5,)} if INTERPRET else {}
     conformance.check_exact(kernel, DEVICE, CPU, dtype, k=sizes[0], **less)
+
+
+@pytest.mark.parametrize("m", [1, 16, 64])
+@pytest.mark.parametrize("kernel", [kernel for kernel in HERE if kernel.op == "gemm"], ids=name)
+def test_sums_may_be_larger_than_float16(kernel, m):
+    """4096 products of 1 and 6 * 448: the raw sum is 11,010,048, times the global scale of 1e-5 it is 110.1."""
+    problem = Problem(n=16, k=4096, dtype="float16")
+    x = torch.ones(m, problem.k, dtype=torch.float16)
+    weight = torch.full((problem.n, problem.k // 2), 0x77, dtype=torch.uint8)
+    scale = torch.full((problem.n, problem.k // 16), 0x7E, dtype=torch.uint8)
+    packed = to_layout(weight, scale, torch.tensor([1e-5]), layout_id=kernel.layout(DEVICE, problem))
+    configs = conformance.candidates(kernel, DEVICE, problem, m, sampled=1 if INTERPRET else 5, seed=m)
+    if not configs:
+        pytest.skip(f"{kernel.name}: no valid config for M = {m}")
+    for config in configs:
+        out = torch.full((m, problem.n), float("nan"), dtype=torch.float16)
+        kernel.build(DEVICE, problem, config)(x, packed.data, packed.scale, packed.global_scale, None, None, out)
+        assert torch.equal(out, torch.full_like(out, 110.125)), config  # float16 numbers are 1/16 apart here
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

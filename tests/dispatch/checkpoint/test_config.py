@@ -192,6 +192,19 @@ def test_quantized_layers_beat_config_groups(read):
     assert config.answer("model.layers.0.mlp.up_proj").quantized
 
 
+@pytest.mark.parametrize("field", ["exclude_modules", "ignore"])
+def test_quantized_layers_beat_patterns_of_what_is_not_quantised(read, field):
+    config = read(
+        hf={
+            "quant_algo": "MIXED_PRECISION",
+            field: ["model.layers.0*", "lm_head"],
+            "quantized_layers": {name: {"quant_algo": "NVFP4"} for name in ("model.layers.0.mlp.up_proj", "lm_head")},
+        }
+    )
+    names = ("model.layers.0.mlp.up_proj", "lm_head", "model.layers.0.mlp.down_proj", "model.layers.1.mlp.up_proj")
+    assert algos(config, *names) == ["NVFP4", "NVFP4", "", ""]
+
+
 def test_experts_alone_may_be_nvfp4(read):
     config = read(inner={"quant_method": "fp8", "moe_quant_algo": "NVFP4", "ignore": ["*.attn.*", "mtp.*"]})
     assert algos(config, "layers.0.ffn.experts.3.w1", "layers.0.ffn.experts") == ["NVFP4"] * 2
