@@ -95,6 +95,8 @@ def explain(path: Path) -> Iterator[None]:
     except sqlite3.Error as error:
         reason = _reason(error, path)
         raise failure(path, reason, str(error)) from error
+    except UnicodeDecodeError as error:  # SQLite's message quotes bytes of a damaged schema, and is no text then
+        raise failure(path, "corrupt", "its schema is damaged") from error
     except OSError as error:
         reason = _BY_ERRNO.get(error.errno or 0, "io")
         raise failure(path, reason, error.strerror or str(error)) from error

@@ -28,6 +28,7 @@ DAMAGE = {
     "cut after its header": lambda whole: whole[:100],
     "cut in half": lambda whole: whole[: len(whole) // 2],
     "without its last bytes": lambda whole: whole[:-100],
+    "a byte of its schema": lambda whole: whole.replace(b"CREATE TABLE", b"CREATE TABL\x83", 1),
     "overwritten in the middle": lambda whole: whole[:4096] + b"\xa5" * 8192 + whole[12288:],
 }
 

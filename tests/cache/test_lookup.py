@@ -56,6 +56,9 @@ BAD = {
     "not UTF-8": lambda path: path.write_bytes(b"\xff\xfe"),
     "cut": lambda path: path.write_bytes(path.read_bytes()[:5000]),
     "overwritten": lambda path: path.write_bytes(path.read_bytes()[:100] + b"\0" * (path.stat().st_size - 100)),
+    "a byte of its schema": lambda path: path.write_bytes(
+        path.read_bytes().replace(b"CREATE TABLE", b"CREATE TABL\x83", 1)
+    ),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 
