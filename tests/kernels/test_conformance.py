@@ -12,7 +12,7 @@ import torch
 from nvfp4.kernels import registry
 from nvfp4.kernels.device import describe
 from nvfp4.kernels.problem import Problem
-from nvfp4.kernels.weights.layouts import to_layout
+from nvfp4.kernels.weights.layouts import layout, to_layout
 from nvfp4.testing import conformance, exact_experts
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -120,6 +120,20 @@ def test_sums_may_be_larger_than_float16(kernel, m):
 @pytest.mark.parametrize("kernel", [kernel for kernel in HERE if kernel.op == "grouped_gemm"], ids=name)
 def test_every_product_of_experts_is_exact(kernel, dtype):
     exact_experts.check_exact_grouped(kernel, DEVICE, CPU, dtype, k=16 if INTERPRET else 96)
+
+
+@pytest.mark.parametrize("kernel", [kernel for kernel in HERE if kernel.op == "grouped_gemm"], ids=name)
+def test_rows_before_the_first_expert_and_behind_the_last_are_zero(kernel):
+    """Weights of ones: 32 products of 1, times an expert's factor."""
+    problem = Problem(op="grouped_gemm", n=20, k=32, experts=3)
+    weight = torch.full((3, 20, 16), 0x22, dtype=torch.uint8)
+    scale = torch.full((3, 20, 2), 0x38, dtype=torch.uint8)
+    packed = layout(kernel.layout(DEVICE, problem)).pack(weight, scale, torch.tensor([[2.0], [5.0], [3.0]]))
+    offsets = torch.tensor([2, 3, 3, 5], dtype=torch.int32)
+    out = torch.full((7, 20), float("nan"), dtype=torch.bfloat16)
+    launcher = kernel.build(DEVICE, problem, kernel.default_config(DEVICE, problem, 7))
+    launcher(torch.ones(7, 32).bfloat16(), packed.data, packed.scale, packed.global_scale, offsets, out)
+    assert out.tolist() == [[value] * 20 for value in (0, 0, 64, 96, 96, 0, 0)]
 
 
 @pytest.mark.parametrize("m", [16] if INTERPRET else [1, 16, 64])

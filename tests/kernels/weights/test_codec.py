@@ -179,6 +179,9 @@ def test_negative_values_that_round_to_zero_keep_their_sign():
     w[0, 0], w[0, 1], w[0, 2] = 6.0, -1e-3, -0.0
     codes = codec.unpack_codes(codec.quantize(w)[0])
     assert codes[0, :3].tolist() == [7, 8, 0]
+    w[0, 0], w[0, 1] = 1e30, -1e-30  # the quotient is smaller than any float32
+    codes = codec.unpack_codes(codec.quantize(w)[0])
+    assert codes[0, :3].tolist() == [7, 8, 0]
 
 
 def test_weights_near_the_smallest_float32():
