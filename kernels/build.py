@@ -195,5 +195,6 @@ def _try(name: str, device: Device, problem: Problem, text: str) -> str:
     try:
         kernel.build(device, problem, config)
     except Exception as error:  # whatever a compiler raises is the candidate's failure
-        return f"{type(error).__name__}: {error}"[:MESSAGE_CHARS]
+        words = f"{type(error).__name__}: {error}"[:MESSAGE_CHARS]
+        return words.encode(errors="backslashreplace").decode()  # names of files may hold what is no text
     return ""

@@ -29,7 +29,8 @@ DETAIL_BYTES = 1500  # of JSON: a line stays below 4096 bytes, up to which a pip
 
 
 def shorten(text: str) -> str:
-    """The beginning of a message, short enough for a line."""
+    """The beginning of a message, short enough for a line; bytes that were no text (lone surrogates) as escapes."""
+    text = text.encode(errors="backslashreplace").decode()
     while len(msgspec.json.encode(text)) > DETAIL_BYTES:
         text = text[: max(1, len(text) * 3 // 4)]
     return text

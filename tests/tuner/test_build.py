@@ -1,7 +1,7 @@
 import os
 
 import pytest
-from nvfp4.kernels.build import BuildPool, describe_exit
+from nvfp4.kernels.build import BuildPool, _try, describe_exit
 from nvfp4.kernels.problem import Problem
 from nvfp4.testing.fakes import FakeConfig, Good, Trouble, TroubleConfig, fake_device
 
@@ -31,6 +31,15 @@ def test_messages_of_the_compiler_come_back_and_others_go_on(fakes):
         assert "not in the kernel's space" in wait(pool, "nothing known")
     finally:
         pool.close()
+
+
+def test_a_message_with_bytes_that_are_no_text_can_be_stored_and_printed(fakes, monkeypatch):
+    def build(self, device, problem, config):
+        raise OSError(b"no such file: /caf\xe9/x.cubin".decode(errors="surrogateescape"))
+
+    monkeypatch.setattr(Good, "build", build)
+    error = _try("fake_good", DEVICE, PROBLEM, FakeConfig(delay_us=0).to_json())
+    assert error == r"OSError: no such file: /caf\udce9/x.cubin" and error.encode()
 
 
 @pytest.mark.slow

@@ -319,6 +319,20 @@ def test_a_message_fits_a_line_that_a_pipe_takes_whole(text):
     assert len(text) > 1500 or short == text
 
 
+def test_a_message_with_bytes_that_are_no_text_is_a_row_too(measurer, pace, monkeypatch):
+    """As that of a compiler about a folder whose name is no UTF-8."""
+
+    def multiply(*arguments):
+        raise RuntimeError(b"no such file: /caf\xe9/x.cubin".decode(errors="surrogateescape"))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fake_kernels, "multiply", multiply)
+        rows, done = screen(measurer, pace, good())
+    assert rows and {row.status for row in rows} == {"launch_error"} and done == Done()
+    assert rows[0].detail == r"RuntimeError: no such file: /caf\udce9/x.cubin"
+    assert msgspec.json.encode(rows[0])
+
+
 @pytest.mark.parametrize(
     ("copies", "launch_us", "launches"),
     [
