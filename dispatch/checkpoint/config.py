@@ -164,5 +164,5 @@ def _decode(file: Path, kind: type[T]) -> T:
 def _convert(fields: dict[str, Any], kind: type[T], source: Path | str) -> T:
     try:
         return msgspec.convert(fields, kind)
-    except msgspec.ValidationError as error:
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:  # the latter: half a surrogate pair
         raise InvalidInput(message(f"{source} is not what a checkpoint has there", got=error)) from error

@@ -85,12 +85,18 @@ def test_some_methods_imply_the_algorithm(read, method):
         ("[]", "object"),
         ('{"quantization": {"quant_algo": 4}}', "quant_algo"),
         ('{"quantization": {"quant_algo": "\xff"}}', "utf-8"),
+        (r'{"quantization": {"quant_algo": "NVFP4", "ignore": "\ud800"}}', "surrogate"),
     ],
 )
 def test_a_file_that_is_no_config_is_named(read, tmp_path, text, words):
     (tmp_path / "hf_quant_config.json").write_text(text, encoding="latin-1")
     with pytest.raises(InvalidInput, match=rf"(?i)hf_quant_config\.json.*{words}"):
         read()
+
+
+def test_half_a_character_in_a_field_of_config_json_is_named(read):
+    with pytest.raises(InvalidInput, match=r"config\.json is not what a checkpoint has there; got .*surrogate"):
+        read(inner={"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": "\ud800"})
 
 
 def test_without_a_config_nothing_is_said(read):
