@@ -194,9 +194,10 @@ def gemm(
         A Weight (then weight_scale, weight_scale_2, layout and out_features are not given), or the weight tensor:
         [N, K/2] uint8 for layout "checkpoint".
     weight_scale
-        [N, K/16] float8_e4m3fn or its uint8 view; None for layouts that contain it.
+        [N, K/16] float8_e4m3fn or its uint8 view; None for layouts that contain it. NaN is looked for by `pack`, not
+        here: some kernels give NaN for such a block, others take 480 for its scale.
     weight_scale_2
-        The global scale, a factor: float32 with one element, or [N].
+        The global scale, a factor: float32 with one element, or [N]. `pack` refuses what is not positive and finite.
     bias
         [N], in x's dtype or float32.
     pre_quant_scale
