@@ -15,6 +15,7 @@ from .checkpoint.modules import IGNORED, LinearInfo
 from .checkpoint.names import aliases, join, split
 from .checks import DTYPE_NAMES
 from .convert_experts import Converted, convert_experts_
+from .left_experts import warn_left
 from .nn import FusedMoE, Linear
 
 __all__ = ["convert_"]
@@ -44,7 +45,8 @@ def convert_(
     Experts are replaced where their own code, called with small numbers, computes what `nvfp4.moe` does: modules with
     3-D parameters (transformers 5), called with x, ids and router weights; and blocks of a softmax router `gate` and
     linear `experts`, without anything beside them (Mixtral and Qwen3-MoE of transformers 4). Other experts that are
-    linear layers become `nvfp4.nn.Linear` one by one.
+    linear layers become `nvfp4.nn.Linear` one by one, and one warning names the first such block and the reason, unless
+    `nvfp4.moe` does not compute its experts at all.
 
     Parameters
     ----------
@@ -63,7 +65,8 @@ def convert_(
     keep_checkpoint
         As for `nvfp4.nn.Linear` and `FusedMoE`: whether to keep the stored tensors beside another layout.
     fuse_experts
-        Whether experts that are linear layers become one module where that can be done.
+        Whether experts that are linear layers become one module where that can be done; False warns of none that are
+        left as they are.
     device
         Where what is on the meta device goes; by default the CPU. What has memory stays where it is.
 
@@ -85,13 +88,14 @@ def convert_(
             message("convert_ replaces layers inside a model", got="a Linear", do="use nvfp4.nn.Linear.from_linear")
         )
     if checkpoint is None:
-        convert_experts_(
+        experts = convert_experts_(
             model, filter_fn, None, fuse_linears=fuse_experts, device=device, layout=layout, keep=keep_checkpoint
         )
         for module, owners in _linears(model).items():
             first = next(iter(owners))
             if filter_fn(module, first) if filter_fn else all(_worth_it(module, name) for name in owners):
                 _replace(owners, _quantised(first, module, layout=layout, keep_checkpoint=keep_checkpoint))
+        warn_left(experts.left, "from_dense")
         return model
     source = checkpoint if isinstance(checkpoint, Checkpoint) else open_checkpoint(checkpoint)
     _refuse_unreadable(source)
@@ -120,6 +124,7 @@ def convert_(
         used.update(info.name for info in found.values())
     _refuse_unused(source, used, experts)
     _read_dense(model, source, device)
+    warn_left(experts.left, "from_checkpoint")
     return model
 
 

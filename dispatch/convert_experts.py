@@ -12,14 +12,16 @@ from ..errors import InvalidInput, message
 from ..kernels.weights.codec import GROUP
 from ..kernels.weights.layouts import layout as get_layout
 from .checkpoint import Checkpoint
-from .checkpoint.names import aliases
+from .checkpoint.names import aliases, join
 from .checks import DTYPE_NAMES
 from .fused_moe import FusedMoE
-from .moe_probe import FAMILIES, Block, Experts, apart, probe_block, probe_stacked, route
+from .left_experts import Left, has_router
+from .moe_probe import FAMILIES, Block, Experts, OtherKind, apart, probe_block, probe_stacked, route
 
 __all__ = ["Converted", "FusedBlock", "convert_experts_"]
 
 Filter = Callable[[nn.Module, str], bool]
+ROOT = "it is the whole model, which cannot be replaced in place: convert a module around it"
 
 
 class FusedBlock(nn.Module):
@@ -57,7 +59,10 @@ class Converted:
     linears, stacks
         Names in the checkpoint of the layers and of the 3-D experts that were used.
     reasons
-        Modules of experts that could not be replaced, and why.
+        Modules of experts that could not be replaced, and why: for errors about layers that nothing uses.
+    left
+        Modules of experts that were left as they are though their weights are in NVFP4, or are to be; none without
+        `fuse_linears`.
     options
         Of every FusedMoE: its layout, and whether it keeps the checkpoint's stacks beside it.
     """
@@ -66,6 +71,7 @@ class Converted:
         self.linears: set[str] = set()
         self.stacks: set[str] = set()
         self.reasons: dict[str, str] = {}
+        self.left: dict[str, Left] = {}
         self.options: dict[str, Any] = {}
 
 
@@ -91,11 +97,13 @@ def convert_experts_(
         layout = "checkpoint"  # of linear layers only
     done.options = {"layout": layout, "keep_checkpoint": keep}
     for name, module in list(model.named_modules()):
-        if not name:
-            continue
         stacked = probe_stacked(module) if source is None or _is_held(source, name) else None
+        if isinstance(stacked, Experts) and not name:
+            stacked = ROOT
         if isinstance(stacked, str):
             done.reasons[name] = stacked
+            if fuse_linears and source is None and _is_wanted(module, name, filter_fn):
+                done.left[name] = Left(reason=stacked, stacked=True)
         elif stacked is not None:
             _replace_stacked(model, name, stacked, filter_fn, source, device, done)
         elif fuse_linears and isinstance(module._modules.get("experts"), nn.ModuleList):
@@ -161,14 +169,33 @@ def _replace_block(
     done: Converted,
 ) -> None:
     module = model.get_submodule(name)
-    experts, inside = module.get_submodule("experts"), f"{name}.experts"
+    experts, inside = module.get_submodule("experts"), join(name, "experts")
     linears = [(one, child) for one, child in experts.named_modules(prefix=inside) if type(child) is nn.Linear]
     if filter_fn is not None and not all(filter_fn(child, one) for one, child in linears):
         return  # one by one: those that it wants, and an error where only NVFP4 weights are there
-    if source is not None and not _is_complete(source, inside, [one for one, _ in linears]):
-        return
-    found = probe_block(module)
-    if found is None or (source is None and not _fits(found.experts)):
+    names = [one for one, _ in linears]
+    complete = source is None or _is_complete(source, inside, names)
+    if source is None:
+        touched = any(child.in_features % GROUP == 0 for _, child in linears)
+    else:
+        touched = bool(linears) and (complete or any(source.find(one) for one in names))
+    if not touched:
+        return  # nothing in it is or becomes NVFP4
+    found: Block | str | None
+    if complete or (source is not None and all(source.find(one) for one in names)):
+        found = probe_block(module)
+    else:
+        found = OtherKind("the checkpoint has only some of its layers in NVFP4")
+    if isinstance(found, Block) and source is None and not _fits(found.experts):
+        found = f"hidden {found.experts.hidden} and inter {found.experts.inter} are not both multiples of {GROUP}"
+    if isinstance(found, Block) and not name:
+        found = ROOT
+    if not isinstance(found, Block):
+        count = len(experts._modules)
+        if found and count > 1 and has_router(model, name, count):
+            done.left[name] = Left(reason=found)
+        if found and source is not None and any(one in source.fused_experts for one in aliases(inside)):
+            done.reasons[name] = found
         return
     if source is not None:
         made = _read(source, inside, found.experts, linears[0][1].weight, device, done, top_k=found.top_k)
@@ -247,6 +274,14 @@ def _read(
     for roles in source.experts.get(spelling, {}).values():
         done.linears |= {info.name for info in roles.values()}
     return made
+
+
+def _is_wanted(module: nn.Module, name: str, filter_fn: Filter | None) -> bool:
+    """Whether 3-D experts that cannot be replaced would be, as far as their sizes and the filter say."""
+    if filter_fn is not None:
+        return filter_fn(module, name)
+    sizes = {size for tensor in module.parameters(recurse=False) if tensor.ndim == 3 for size in tensor.shape[1:]}
+    return all(size % GROUP == 0 for size in sizes)
 
 
 def _is_held(source: Checkpoint, name: str) -> bool:

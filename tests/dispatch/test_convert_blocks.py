@@ -63,6 +63,7 @@ BLOCKS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*experts stay linear layers")
 @pytest.mark.parametrize("kind", [*BLOCKS, "shared expert", "experts differ", "refused", "not wanted"])
 def test_other_blocks_keep_their_code_and_their_experts_become_linears(kind):
     torch.manual_seed(0)

@@ -50,6 +50,7 @@ def test_3d_experts_that_are_there_are_quantised(options):
         assert_alike(block_of(model)(X), block_of(with_weights(twin, *decoded(made)))(X))
 
 
+@pytest.mark.filterwarnings("ignore:.*experts stay dense")
 @pytest.mark.parametrize(
     ("change", "words"),
     [
