@@ -29,7 +29,7 @@ CLOSE = 1e-5  # relative to a token's result; routers work in float32
 ROUNDED = 0.008  # a result rounded to bf16 twice is nearer than this; quick GELU is 0.016 from GELU
 LONG = 160  # characters of an error that are quoted
 TRIAL = f"called with small random weights (hidden {HIDDEN}, inter {INTER})"
-SIZES = "sizes must come from its tensors or attributes"
+SIZES = "sizes must be read from x and its layers, not be constants or attributes of its own"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

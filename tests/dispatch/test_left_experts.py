@@ -77,9 +77,10 @@ def test_one_warning_names_the_first_block_how_many_more_and_the_reason(tmp_path
     assert told(model, checkpoint=path) == [
         "model.layers.0.mlp and 2 more: experts stay linear layers, run one by one, which is slow, and do not become "
         "nvfp4.nn.FusedMoE: called with small random weights (hidden 24, inter 16) and x [2, 8, 24], its forward "
-        "failed (RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x64 and 24x4)); sizes must come from its "
-        f"tensors or attributes. Change it, or call nvfp4.nn.FusedMoE, made by {made_by}, in its place: "
-        "docs/checkpoints.md says what is recognised. fuse_experts=False leaves experts so without a warning"
+        "failed (RuntimeError: mat1 and mat2 shapes cannot be multiplied (6x64 and 24x4)); sizes must be read from x "
+        "and its layers, not be constants or attributes of its own. Change it, or call nvfp4.nn.FusedMoE, made by "
+        f"{made_by}, in its place: docs/checkpoints.md says what is recognised. "
+        "fuse_experts=False leaves experts so without a warning"
     ]
     assert not fused(model) and isinstance(block_of(model).experts[3].up_proj, nvfp4.nn.Linear)
     if not from_checkpoint:

@@ -58,6 +58,18 @@ class ConstantSize(ListBlock):
         return super().forward(hidden_states.reshape(-1, HIDDEN))[0].reshape(hidden_states.shape)
 
 
+class SizeAttribute(ListBlock):
+    def forward(self, hidden_states):
+        x = hidden_states.reshape(-1, self.hidden_size)
+        return super().forward(x)[0].reshape(hidden_states.shape)
+
+
+class SizeOfLayer(ListBlock):
+    def forward(self, hidden_states):
+        x = hidden_states.reshape(-1, self.gate.in_features)
+        return super().forward(x)[0].reshape(hidden_states.shape)
+
+
 class Auxiliary(ListBlock):
     def forward(self, hidden_states):
         return super().forward(hidden_states)[0], torch.zeros(())
@@ -98,7 +110,12 @@ class Normed(Expert):
 
 REASONS = {
     r"^called with small random weights \(hidden 24, inter 16\) and x \[2, 8, 24\], its forward failed \(RuntimeError: "
-    r"mat1 and mat2 shapes .* \(6x64 and 24x4\)\); sizes must come from": lambda: block_with(kind=ConstantSize),
+    r"mat1 and mat2 shapes .* \(6x64 and 24x4\)\); sizes must be read from x and its layers": lambda: block_with(
+        kind=ConstantSize
+    ),
+    r"its forward failed \(RuntimeError: mat1 .*, not be constants or attributes of its own": lambda: block_with(
+        kind=SizeAttribute, hidden_size=HIDDEN
+    ),
     r"x \[16, 24\], the forward of an expert failed \(RuntimeError: .*size of tensor.*\); sizes must": lambda: (
         block_with(odd(out=lambda y: y + y.new_zeros(HIDDEN)))
     ),
@@ -183,3 +200,7 @@ def test_a_list_of_experts_may_have_a_forward():
     block.experts = Called(Expert(QWEN) for _ in range(EXPERTS))
     found = probe_block(block)
     assert (found.experts.activation, found.renormalize, found.returns_logits) == ("swiglu", False, False)
+
+
+def test_sizes_of_layers_are_those_of_the_trial():
+    assert probe_block(SizeOfLayer()).top_k == TOP_K
