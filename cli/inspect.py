@@ -82,7 +82,8 @@ def inspect(
 ) -> None:
     """Show the plans of the database; with a SHAPE such as 4096x14336, all about one problem.
 
-    Problems of experts are given as `nvfp4 tune` takes them behind --moe or --grouped.
+    Problems of experts are given as `nvfp4 tune` takes them behind --moe or --grouped. The name of a problem as tables
+    print it, in quotes, is taken as well.
 
     \b
     Examples:
@@ -91,6 +92,7 @@ def inspect(
       nvfp4 inspect 4096x14336 --why two_pass
       nvfp4 inspect 4096x14336 --kernels
       nvfp4 inspect experts=128,top_k=8,hidden=2048,inter=768
+      nvfp4 inspect "moe 768x2048 bf16 E128 top8 swiglu"
       nvfp4 inspect --layout
       nvfp4 inspect --layout 4096x14336 6144x4096
       nvfp4 inspect --json --device-name H200
@@ -117,7 +119,7 @@ def inspect(
         _refuse_without_shape(why_kernel=why_kernel, kernels=list_kernels, roofline=roofline)
     if config is not None and why_kernel is None:
         raise click.UsageError("--config is for --why KERNEL")
-    problem = parse_problem(shape, dtype=dtype or DTYPES[0]) if shape is not None else None
+    problem = parse_problem(shape, dtype=dtype) if shape is not None else None
     ops = (problem.op,) if problem is not None else OPS
     known = {kernel.name: kernel for op in ops for kernel in registry.kernels(op)}
     if problem is not None and list_kernels:
@@ -157,7 +159,7 @@ def _layouts(
         measured = [problem for known, problem in store.problems() if known == device]
         problems = [problem for problem in measured if dtype in (None, problem.dtype)]
         if shapes:
-            problems = list(dict.fromkeys(parse_problem(shape, dtype=dtype or DTYPES[0]) for shape in shapes))
+            problems = list(dict.fromkeys(parse_problem(shape, dtype=dtype) for shape in shapes))
         for problem in problems:
             if problem not in measured:
                 _refuse_unmeasured(store, device, problem)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from ..cache.records import Interval, with_gaps
 from ..cache.words import UNTUNED, candidate_words, config_words, microseconds
-from ..kernels.problem import Device, Problem
+from ..kernels.problem import SHORT_DTYPES, Device, Problem
 
 __all__ = [
     "UNTUNED",
@@ -26,8 +26,6 @@ __all__ = [
     "ratio",
     "ratios",
 ]
-
-SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}
 
 
 def device_words(device: Device) -> str:

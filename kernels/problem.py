@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from ..errors import InvalidInput, message
 from .moe.activations import activation
 
-__all__ = ["DTYPES", "OPS", "SIZE_END", "Device", "Problem", "Verdict"]
+__all__ = ["DTYPES", "OPS", "SHORT_DTYPES", "SIZE_END", "Device", "Problem", "Verdict"]
 
 DTYPES = ("bfloat16", "float16")
+SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16"}  # in tables
 OPS = ("gemm", "grouped_gemm", "moe")
 SIZE_END = 1 << 31  # sizes are 32-bit ints in kernels
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from ..errors import InvalidInput, message
 from ..kernels.moe.activations import activation
 from ..kernels.moe.model_config import MoeConfig
-from ..kernels.problem import DTYPES, Problem
+from ..kernels.problem import DTYPES, SHORT_DTYPES, Problem
 from ..kernels.weights.codec import GROUP
 from ..kernels.weights.shard import expert_range
 
@@ -18,6 +19,17 @@ T = TypeVar("T")
 
 MOE = "experts=8,top_k=2,hidden=256,inter=128,activation=swiglu"
 GROUPED = "experts=8,n=256,k=128"
+NAME = '"gemm 4096x14336 bf16"'
+FORMS = f"N,K such as 4096,14336; {MOE}; {GROUPED}; or a name as tables print it, in quotes: {NAME}"
+
+MOE_SIZES = ("experts", "top_k", "hidden", "inter")
+GROUPED_SIZES = ("experts", "n", "k")
+SHAPE = re.compile(r"\s*\d+\s*[x,]\s*\d+\s*", re.ASCII)
+LABEL = re.compile(
+    r"(?P<op>gemm|grouped_gemm|moe) (?P<n>\d+)x(?P<k>\d+)(?: (?P<dtype>[a-z]{2,}\d+))?"
+    r"(?: e(?P<experts>\d+))?(?: top(?P<top_k>\d+) (?P<activation>\S+))?",
+    re.ASCII,
+)
 
 
 def parse_moe(text: str, *, dtype: str = "bfloat16") -> Problem:
@@ -29,8 +41,8 @@ def parse_moe(text: str, *, dtype: str = "bfloat16") -> Problem:
         A name is missing, unknown or named twice; a size is no whole number above 0, hidden or inter no multiple of
         16; or the activation is unknown.
     """
-    found = _fields(text, "--moe", ("experts", "top_k", "hidden", "inter"), MOE, {"activation": "swiglu"})
-    sizes = {name: _size(name, found[name], MOE) for name in ("experts", "top_k", "hidden", "inter")}
+    found = _fields(text, "--moe", MOE_SIZES, MOE, {"activation": "swiglu"})
+    sizes = {name: _size(name, found[name], MOE) for name in MOE_SIZES}
     _check(sizes, ("hidden", "inter"), dtype)
     return Problem(
         op="moe",
@@ -51,26 +63,57 @@ def parse_grouped(text: str, *, dtype: str = "bfloat16") -> Problem:
     InvalidInput
         As for `parse_moe`.
     """
-    found = _fields(text, "--grouped", ("experts", "n", "k"), GROUPED, {})
+    found = _fields(text, "--grouped", GROUPED_SIZES, GROUPED, {})
     sizes = {name: _size(name, value, GROUPED) for name, value in found.items()}
     _check(sizes, ("k",), dtype)
     return Problem(op="grouped_gemm", n=sizes["n"], k=sizes["k"], dtype=dtype, experts=sizes["experts"])
 
 
-def parse_problem(text: str, *, dtype: str = "bfloat16") -> Problem:
-    """A problem of any op: what `parse_moe`, `parse_grouped` or `workload.parse_shape` takes.
+def parse_problem(text: str, *, dtype: str | None = None) -> Problem:
+    """A problem of any op: what `parse_moe`, `parse_grouped` or `workload.parse_shape` takes, or a problem's name.
+
+    Names are those of `Problem.label`, with long or short names of dtypes, as tables print them.
+
+    Parameters
+    ----------
+    dtype
+        Of the activations; None: that of the name, or bfloat16.
 
     Raises
     ------
     InvalidInput
-        As for these.
+        As for these; none of these forms; or a name with another dtype.
     """
     from .workload import parse_shape
 
-    if "=" not in text:
-        return parse_shape(text, dtype=dtype)
-    names = {part.partition("=")[0].strip() for part in text.lower().split(",")}
-    return (parse_moe if names & {"hidden", "inter", "top_k"} else parse_grouped)(text, dtype=dtype)
+    if SHAPE.fullmatch(text.lower()):
+        return parse_shape(text, dtype=dtype or DTYPES[0])
+    names = {part.partition("=")[0].strip() for part in text.lower().split(",") if "=" in part}
+    if names & {"hidden", "inter", "top_k", "activation"}:
+        return parse_moe(text, dtype=dtype or DTYPES[0])
+    if names & {"n", "k"}:
+        return parse_grouped(text, dtype=dtype or DTYPES[0])
+    return _parse_label(text, dtype)
+
+
+def _parse_label(text: str, dtype: str | None) -> Problem:
+    found = LABEL.fullmatch(" ".join(text.lower().split()))
+    long = {short: name for name, short in SHORT_DTYPES.items()} | dict(zip(DTYPES, DTYPES, strict=True))
+    named = None if found is None or found["dtype"] is None else long.get(found["dtype"], "")
+    if found is None or named == "":
+        raise InvalidInput(message("this names no problem", got=repr(text), expected=FORMS))
+    if None not in (named, dtype) and named != dtype:
+        raise InvalidInput(message("the problem's name has another dtype", got=repr(text), expected=dtype))
+    op, n, k, chosen = found["op"], found["n"], found["k"], dtype or named or DTYPES[0]
+    experts, top_k = found["experts"], found["top_k"]
+    if (experts is not None, top_k is not None) != (op != "gemm", op == "moe"):
+        raise InvalidInput(message("this names no problem", got=repr(text), expected=FORMS))
+    if op == "moe":
+        fields = f"experts={experts},top_k={top_k},hidden={k},inter={n},activation={found['activation']}"
+        return parse_moe(fields, dtype=chosen)
+    if op == "grouped_gemm":
+        return parse_grouped(f"experts={experts},n={n},k={k}", dtype=chosen)
+    return parse_problem(f"{n},{k}", dtype=chosen)
 
 
 def problems_of_experts(
@@ -155,9 +198,16 @@ def _fields(
     """Values by name, all lower case."""
     parts = [tuple(side.strip() for side in part.split("=")) for part in text.lower().split(",")]
     names = [part[0] for part in parts]
-    wrong = any(len(part) != 2 for part in parts) or len(set(names)) < len(names)
-    if wrong or not set(needed) <= set(names) <= {*needed, *defaults}:
+    if any(len(part) != 2 for part in parts):
         raise InvalidInput(message(f"{option} cannot be read", got=repr(text), expected=example))
+    wrong = {
+        "has an unknown key": [name for name in dict.fromkeys(names) if name not in (*needed, *defaults)],
+        "lacks": [name for name in needed if name not in names],
+        "has more than once": [name for name in dict.fromkeys(names) if names.count(name) > 1],
+    }
+    if any(wrong.values()):
+        words = " and ".join(f"{what} {', '.join(those)}" for what, those in wrong.items() if those)
+        raise InvalidInput(message(f"{option} {words}", got=repr(text), expected=example))
     return {**defaults, **{part[0]: part[1] for part in parts}}
 
 

@@ -91,6 +91,20 @@ def test_one_problem_as_json(tuned, run):
     assert report.plan.intervals()[-1].m_hi is None
 
 
+def test_a_problem_is_found_by_its_name_in_the_tables(tuned, run):
+    (name,) = (
+        line.strip().split("  ")[0] for line in run("inspect", "--db", tuned.path).out.splitlines() if "40x64" in line
+    )
+    assert name == "gemm 40x64 bf16"
+    expected = run("inspect", "40,64", "--db", tuned.path)
+    for text in (name, "gemm 40x64 bfloat16"):
+        assert run("inspect", text, "--db", tuned.path).out == expected.out
+    done = run("inspect", "--layout", name, "--db", tuned.path)
+    assert done.code == 0 and name in done.out
+    done = run("inspect", name, "--dtype", "float16", "--db", tuned.path)
+    assert done.code == 2 and "has another dtype" in done.err
+
+
 def test_the_roofline_can_be_measured(tuned, run):
     report = msgspec.json.decode(
         run("inspect", "40,64", "--db", tuned.path, "--roofline", "measure", "--json").out, type=ProblemReport
