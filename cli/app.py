@@ -1,6 +1,7 @@
 """The command group, and how errors become messages and exit codes.
 
-Exit codes: 0 ok, 1 failed, 2 usage, 3 no usable device, 4 finished but some problems have no winner, 130 interrupted.
+Exit codes: 0 ok, 1 failed, 2 usage, 3 no usable device, 4 finished but some problems have no winner, 130 interrupted,
+143 terminated.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .entry import FAILED, INTERRUPTED
 from .env import env
 from .inspect import inspect
 from .options import help_style
+from .signals import TERMINATED, Terminated, ends_on_sigterm
 from .tune import tune
 from .warmup import warmup
 
@@ -29,7 +31,7 @@ class App(click.RichGroup):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run a command; an error that a user can cause is one message on stderr, not a traceback."""
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), ends_on_sigterm():
             warnings.simplefilter("default", UserWarning)
             warnings.simplefilter("default", RuntimeWarning)
             warnings.showwarning = _show_warning
@@ -38,9 +40,9 @@ class App(click.RichGroup):
             except Nvfp4Error as error:
                 click.echo(f"error: {error}", err=True)
                 ctx.exit(_exit_code(error))
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as stop:
                 click.echo("interrupted", err=True)
-                ctx.exit(INTERRUPTED)
+                ctx.exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED)
 
 
 def _exit_code(error: Nvfp4Error) -> int:
@@ -67,7 +69,7 @@ def app() -> None:
     """Tune and inspect NVFP4 weight-only kernels.
 
     Exit codes: 0 ok, 1 failed, 2 usage, 3 no usable device, 4 finished but some problems have no winner,
-    130 interrupted.
+    130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
 
     Measurements and plans are in one SQLite file: `--db`, or NVFP4_DB, or `nvfp4.db` in the user's cache folder.
     """

@@ -13,6 +13,7 @@ from .options import best_device, database_option, device_option, help_style, pr
 from .options import duration as parse_duration
 from .output import Grid, console
 from .progress import Display, display, no_winner
+from .signals import TERMINATED, Terminated
 from .words import duration, planned, plural, problem_words, ratios
 
 __all__ = ["tune"]
@@ -76,7 +77,8 @@ def tune(
 
     \b
     Exit codes: 0 ok; 1 failed; 2 usage; 3 no usable device; 4 finished, but some
-    problems have no winner; 130 interrupted, what was measured is saved.
+    problems have no winner; 130 interrupted, what was measured is saved;
+    143 the same, by SIGTERM.
     """
     if list_models:
         click.echo("\n".join(model_names()))
@@ -86,6 +88,7 @@ def tune(
         raise click.UsageError("name what to tune: --model, --config, --checkpoint, --shape, --moe or --grouped")
     anchors = QUICK_ANCHORS if quick else ANCHORS
     shown = display(console(stderr=True), as_json=as_json)
+    terminated = False
     try:
         with shown:
             result = run_tuning(
@@ -101,11 +104,11 @@ def tune(
                 routing=routing,
             )
     except Interrupted as stop:
-        result = stop.result
+        result, terminated = stop.result, isinstance(stop.__cause__, Terminated)
         click.echo(f"interrupted: {result.measured} measurements are saved; the same command goes on", err=True)
     if not as_json:
         _summarise(shown)
-    ctx.exit(result.exit_code)
+    ctx.exit(TERMINATED if terminated else result.exit_code)
 
 
 def _summarise(shown: Display) -> None:

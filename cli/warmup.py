@@ -87,7 +87,7 @@ def warmup(
 
     \b
     Exit codes: 0 ok; 1 failed, also when a kernel does not compile; 2 usage;
-    3 no usable device; 130 interrupted, what was compiled is kept.
+    3 no usable device; 130 interrupted, 143 terminated, what was compiled is kept.
     """
     if archs is None and output is not None:
         raise click.UsageError("--output goes with --arch")

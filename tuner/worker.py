@@ -46,7 +46,7 @@ class Died(Exception):
     last
         The step it had begun.
     killed
-        Somebody else sent SIGKILL: what it was measuring may be innocent.
+        Somebody else sent SIGKILL or SIGTERM: what it was measuring may be innocent.
     """
 
     def __init__(self, status: str, detail: str, last: Started | None, *, killed: bool = False) -> None:
@@ -178,8 +178,8 @@ class Worker:
                         do='see its output above; a script that calls tune() needs `if __name__ == "__main__":`',
                     )
                 ) from error
-            killed = code == -signal.SIGKILL  # nobody here sent it
-            hint = ", perhaps by the system, short of memory" if killed else ""
+            killed = code in (-signal.SIGKILL, signal.SIGTERM)  # nobody here sent it; of SIGTERM pebble makes a code
+            hint = ", perhaps by the system, short of memory" if code == -signal.SIGKILL else ""
             raise Died("crash", f"the worker died: {describe_exit(code)}{hint}", last, killed=killed) from error
 
     def _receive(self, wait_s: float) -> Started | Row | Done | None:

@@ -131,6 +131,25 @@ def test_an_interrupt_before_any_result_prints_no_legend(run, tmp_path, monkeypa
     assert (done.code, done.out) == (130, "0 measurements in 2 s\n")
 
 
+def test_sigterm_ends_a_command_as_ctrl_c_does_with_its_own_code(run, tmp_path, monkeypatch):
+    def stop(*args, **kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt as error:
+            os.kill(os.getpid(), signal.SIGTERM)  # a second one does not disturb what is put away
+            raise Interrupted(Result(interrupted=True, measured=3)) from error
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("nvfp4.cli.tune.run_tuning", stop)
+    done = run(*TINY, "--db", tmp_path / "t.db")
+    assert (done.code, done.out) == (143, "")
+    assert done.err == "interrupted: 3 measurements are saved; the same command goes on\n"
+    monkeypatch.setattr("nvfp4.cli.inspect.parse_problem", lambda *args, **kwargs: os.kill(os.getpid(), signal.SIGTERM))
+    done = run("inspect", "40x64")
+    assert (done.code, done.out, done.err) == (143, "", "interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
 def test_models_are_listed(run):
     done = run("tune", "--list-models")
     assert done.code == 0 and "Llama-3.1-8B" in done.out.splitlines()
@@ -144,7 +163,8 @@ def test_what_is_left_out_of_a_model_is_one_line(run, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_what_was_measured_and_ends_with_130(tmp_path):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_saves_what_was_measured_and_has_its_own_code(tmp_path, number, code, descendants, gone):
     path = tmp_path / "t.db"
     command = [
         sys.executable,
@@ -162,10 +182,13 @@ def test_ctrl_c_saves_what_was_measured_and_ends_with_130(tmp_path):
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stdout:
         if json.loads(line)["type"] == "measured":
-            process.send_signal(signal.SIGINT)
+            children = descendants(process.pid)
+            process.send_signal(number)
             break
     _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == code
+    assert children and gone(children)
+    assert "leaked" not in err and "Traceback" not in err
     with Store.open(path, readonly=True) as store:
         saved = len(list(store.all_measurements()))
     assert saved >= 1
