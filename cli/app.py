@@ -69,7 +69,7 @@ def app() -> None:
     """Tune and inspect NVFP4 weight-only kernels.
 
     Exit codes: 0 ok, 1 failed, 2 usage, 3 no usable device, 4 finished but some problems have no winner,
-    130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
+    or no plan yet, 130 interrupted (Ctrl-C), 143 terminated (SIGTERM).
 
     Measurements and plans are in one SQLite file: `--db`, or NVFP4_DB, or `nvfp4.db` in the user's cache folder.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import rich_click as click
 
 from ..cache.inspect import Limits, report, summary
@@ -119,6 +120,8 @@ def inspect(
         _refuse_without_shape(why_kernel=why_kernel, kernels=list_kernels, roofline=roofline)
     if config is not None and why_kernel is None:
         raise click.UsageError("--config is for --why KERNEL")
+    if config is not None:
+        _refuse_no_json(config)
     problem = parse_problem(shape, dtype=dtype) if shape is not None else None
     ops = (problem.op,) if problem is not None else OPS
     known = {kernel.name: kernel for op in ops for kernel in registry.kernels(op)}
@@ -239,6 +242,15 @@ def _refuse_unmeasured(store: Store, device: Device, problem: Problem) -> None:
             do=f"run `{tune_command(problem)}`",
         )
     )
+
+
+def _refuse_no_json(config: str) -> None:
+    try:
+        msgspec.json.decode(config.encode(errors="replace"))
+    except msgspec.DecodeError as error:
+        raise InvalidInput(
+            message(f"--config is no JSON: {error}", got=repr(config), expected="""such as '{"rows":64}', in quotes""")
+        ) from error
 
 
 def _refuse_unmeasured_config(config: str, answer: Why, measured: set[str]) -> None:

@@ -199,6 +199,10 @@ def problems_of(
         One of them means nothing.
     """
     check_ranks(tp, ep)
+    if fused and not (checkpoints or models or configs):
+        raise InvalidInput(
+            message("--fused is for --checkpoint", got="none", do="leave it out; --shape names the layer as it runs")
+        )
     if tp > 1 and not (models or configs or checkpoints):
         raise InvalidInput(
             message("--tp divides the layers of --model, --config and --checkpoint", got="none of these",

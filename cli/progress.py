@@ -25,9 +25,20 @@ from ..tuner.events import (
     TuningStarted,
 )
 from .output import Grid, print_json
-from .words import config_words, counts, device_words, duration, microseconds, plural, problem_words, ratio, ratios
+from .words import (
+    NOT_FINISHED,
+    config_words,
+    counts,
+    device_words,
+    duration,
+    microseconds,
+    plural,
+    problem_words,
+    ratio,
+    ratios,
+)
 
-__all__ = ["Display", "JsonLines", "Lines", "display", "ends", "no_winner"]
+__all__ = ["Display", "JsonLines", "Lines", "display", "ends", "is_unfinished", "without_plan"]
 
 NO_MEMORY = "its inputs do not fit in memory"
 LINE_EVERY_S = 10.0  # of progress inside one problem, where there is no terminal
@@ -190,13 +201,18 @@ def ends(best: tuple[Standing, ...]) -> list[str]:
     return [f"M = {at.m}: {at.kernel} {microseconds(at.best_us)} µs{_against(at)}" for at in chosen]
 
 
-def no_winner(event: ProblemFinished) -> str:
-    """Why a problem has none: "3 wrong", "its inputs do not fit in memory"."""
-    if event.unprepared:
-        return NO_MEMORY
-    if not event.failures and event.unexplored:
-        return f"{plural(event.unexplored, 'candidate')} not tried"
-    return counts(event.failures) or "no kernel can run it"
+def is_unfinished(event: ProblemFinished) -> bool:
+    """Whether a problem has no plan because candidates were not tried."""
+    return event.plan is None and not event.unprepared and event.unexplored > 0
+
+
+def without_plan(event: ProblemFinished) -> str:
+    """Of a problem that has none: "no winner (3 wrong)", or that it is not finished."""
+    failed = counts(event.failures)
+    if is_unfinished(event):
+        parts = [failed, f"{plural(event.unexplored, 'candidate')} not tried"]
+        return f"{NOT_FINISHED}: {', '.join(part for part in parts if part)}"
+    return f"no winner ({NO_MEMORY if event.unprepared else failed or 'no kernel can run it'})"
 
 
 def _ms_words(ms: Sequence[int]) -> str:
@@ -221,7 +237,7 @@ def _left(event: Progress) -> str:
 
 def _outcome(event: ProblemFinished) -> str:
     if event.plan is None:
-        return f"no winner ({no_winner(event)})"
+        return without_plan(event)
     parts = [f"{duration(event.seconds)}, {event.measured} measurements"]
     parts += [NO_MEMORY] if event.unprepared else []
     untuned, bf16 = ratios(at.over_default for at in event.best), ratios(at.over_bf16 for at in event.best)

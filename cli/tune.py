@@ -12,9 +12,9 @@ from ..tuner.workload import ANCHORS, QUICK_ANCHORS, model_names, parse_ms
 from .options import best_device, database_option, device_option, help_style, problems_of, workload_options
 from .options import duration as parse_duration
 from .output import Grid, console
-from .progress import Display, display, no_winner
+from .progress import Display, display, is_unfinished, without_plan
 from .signals import TERMINATED, Terminated
-from .words import duration, planned, plural, problem_words, ratios
+from .words import NOT_FINISHED, duration, planned, plural, problem_words, ratios
 
 __all__ = ["tune"]
 
@@ -77,7 +77,7 @@ def tune(
 
     \b
     Exit codes: 0 ok; 1 failed; 2 usage; 3 no usable device; 4 finished, but some
-    problems have no winner; 130 interrupted, what was measured is saved;
+    problems have no winner, or no plan yet; 130 interrupted, what was measured is saved;
     143 the same, by SIGTERM.
     """
     if list_models:
@@ -118,7 +118,7 @@ def _summarise(shown: Display) -> None:
         for done in shown.finished:
             made.row(
                 problem_words(done.problem),
-                planned(done.plan.intervals() if done.plan else ()) or f"no winner: {no_winner(done)}",
+                planned(done.plan.intervals() if done.plan else ()) or without_plan(done),
                 ratios(at.over_default for at in done.best),
                 ratios(at.over_bf16 for at in done.best),
             )
@@ -127,11 +127,14 @@ def _summarise(shown: Display) -> None:
     if shown.end is None:
         return
     end, too_large = shown.end, [done for done in shown.finished if done.unprepared]
-    without = sum(done.plan is None for done in shown.finished if not done.unprepared)
+    without = [done for done in shown.finished if done.plan is None and not done.unprepared]
+    unfinished, failed = sum(map(is_unfinished, without)), any(done.failures for done in without)
     out.print(f"{plural(end.measured, 'measurement')} in {duration(end.seconds)}")
-    if without:
-        have = "has" if without == 1 else "have"
-        out.print(f"{plural(without, 'problem')} {have} no winner: `nvfp4 inspect SHAPE --kernels` and `--why` say why")
+    for count, what in ((unfinished, NOT_FINISHED), (len(without) - unfinished, "no winner")):
+        if count:
+            out.print(f"{plural(count, 'problem')} {'has' if count == 1 else 'have'} {what}")
+    if failed or len(without) > unfinished:
+        out.print("`nvfp4 inspect SHAPE --kernels` and `--why KERNEL` say why")
     for done in too_large:
         out.print(done.unprepared, soft_wrap=True)
     if end.unexplored:

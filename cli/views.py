@@ -15,6 +15,7 @@ from ..kernels.kernel import Kernel
 from ..kernels.problem import Device, Problem
 from .output import Grid
 from .words import (
+    NOT_FINISHED,
     UNTUNED,
     candidate_words,
     config_words,
@@ -96,7 +97,7 @@ def show_summary(console: Console, path: Path, found: tuple[Summary, ...]) -> No
             layout = f"{line.layout}: " if line.layout not in ("", "checkpoint") else ""
             made.row(
                 problem_words(line.problem),
-                layout + (planned(line.intervals) or "no winner"),
+                layout + (planned(line.intervals) or ("no plan yet" if line.failures else NOT_FINISHED)),
                 ratios(line.over_bf16.values()),
                 str(line.measurements),
                 counts(line.failures),
@@ -118,9 +119,8 @@ def show_report(console: Console, found: ProblemReport) -> None:
     """The plan's intervals, then what was measured at every M."""
     console.print(f"{problem_words(found.problem)} on {device_words(found.device)}")
     if found.plan is None:
-        console.print(
-            "no plan yet: the tuning was cut short, or no candidate could be used; `nvfp4 tune` goes on with it"
-        )
+        cut_short = "no plan yet: the tuning was cut short, or no candidate could be used"
+        console.print(f"{cut_short if found.failures else NOT_FINISHED}; `nvfp4 tune` goes on with it")
     else:
         plan = found.plan
         console.print(f"plan {found.plan_id}: layout {plan.layout}, for {plan.traffic} traffic")

@@ -13,13 +13,13 @@ import torch
 from ..cache.store import Store
 from ..dispatch.layout import planned_layout
 from ..dispatch.warmup import warmup as bind
-from ..errors import Nvfp4Error, message
+from ..errors import InvalidInput, Nvfp4Error, message
 from ..kernels.device import describe
 from ..kernels.problem import Problem
 from .offline import build_offline
 from .options import best_device, database_option, device_option, help_style, json_option, problems_of, workload_options
 from .output import Grid, console, print_json
-from .words import problem_words
+from .words import plural, problem_words
 
 __all__ = ["warmup"]
 
@@ -69,7 +69,8 @@ def warmup(
     db: Path | None,
     as_json: bool,
 ) -> None:
-    """Build and run every kernel that the plans of some problems call for; by default of all problems in the database.
+    """Build and run every kernel that the plans of some problems call for; by default of all problems in the database
+    that have a plan.
 
     Compiled kernels stay on disk, so that a server which starts later finds them there.
 
@@ -91,6 +92,8 @@ def warmup(
     """
     if archs is None and output is not None:
         raise click.UsageError("--output goes with --arch")
+    if archs is not None and not all(arch.strip() for arch in archs.split(",")):
+        raise InvalidInput(message("--arch has an empty name", got=repr(archs), expected="such as sm_90a,sm_120a"))
     if archs is not None and device is not None:
         raise click.UsageError("--arch builds for GPUs that are not here: it takes no --device")
     named = problems_of(models, configs, checkpoints, shapes, moes, grouped, fused=fused, tp=tp, ep=ep, dtype=dtype)
@@ -120,6 +123,7 @@ def _planned(place: str) -> list[Problem]:
     here = describe(place)
     with Store.open(readonly=True) as store:
         found = [plan.problem for plan in store.plans() if plan.device == here]
+        others = [problem for known, problem in store.problems() if known == here and problem not in found]
     if not found:
         raise Nvfp4Error(
             message(
@@ -127,4 +131,8 @@ def _planned(place: str) -> list[Problem]:
                 do="run `nvfp4 tune`, or name problems: --model, --config, --checkpoint, --shape, --moe or --grouped",
             )
         )
+    if others:
+        are, names = ("has", "is") if len(others) == 1 else ("have", "are"), ", ".join(map(problem_words, others))
+        words = f"{plural(len(others), 'problem')} of the database {are[0]} no plan and {are[1]} left out: {names}"
+        click.echo(f"warning: {words}", err=True)
     return found

@@ -10,6 +10,7 @@ from ..cache.words import UNTUNED, candidate_words, config_words, microseconds
 from ..kernels.problem import SHORT_DTYPES, Device, Problem
 
 __all__ = [
+    "NOT_FINISHED",
     "UNTUNED",
     "candidate_words",
     "config_words",
@@ -26,6 +27,8 @@ __all__ = [
     "ratio",
     "ratios",
 ]
+
+NOT_FINISHED = "no plan yet (not finished)"
 
 
 def device_words(device: Device) -> str:

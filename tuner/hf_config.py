@@ -90,8 +90,9 @@ def read_config(path: Path) -> ModelShape:
         fields = language_fields(msgspec.convert(decode_config(file.read_bytes()), dict[str, Any]))
         config = msgspec.convert(fields, _Config)
     except OSError as error:
+        reason = "there is no such file" if isinstance(error, FileNotFoundError) else error.strerror or error
         raise InvalidInput(
-            message(f"{file} cannot be read", got=error, do="name a config.json or its folder")
+            message(f"{file} cannot be read: {reason}", do="name a config.json or its folder")
         ) from error
     except (msgspec.ValidationError, ValueError) as error:
         fix = "name the model (--model) or shapes (--shape N,K) instead"

@@ -50,6 +50,10 @@ def read_routing(path: Path, problems: Iterable[Problem] = (), *, most_tokens: i
         ids = reader(path)
     except InvalidInput:
         raise
+    except FileNotFoundError as error:
+        raise InvalidInput(message(f"{path} cannot be read: there is no such file")) from error
+    except OSError as error:
+        raise _wrong(path, error.strerror or error, f"a {path.suffix} file") from error
     except Exception as error:  # each library has its own
         raise _wrong(path, f"{type(error).__name__}: {error}", f"a {path.suffix} file") from error
     if ids.dtype not in INTEGERS:

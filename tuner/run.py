@@ -26,6 +26,7 @@ from .worker import Worker
 
 __all__ = ["Interrupted", "Result", "tune"]
 
+SHOWN_REFUSED = 3
 SCREEN_SHARE = 0.7  # of a problem's budget; the rest is for finals
 
 
@@ -278,6 +279,8 @@ def _in_turn(
                 budget_s=budget_s,
             )
         )
+        if not run.candidates:
+            _note(session, result, _nothing_to_measure(run))
         before, unprepared = session.measured, ""
         try:
             plan, unexplored = _one_problem(run, runs[index + 1 :], budget_s, options)
@@ -308,9 +311,9 @@ def _one_problem(
     run: ProblemRun, later: Sequence[ProblemRun], budget_s: float | None, options: Options
 ) -> tuple[Plan | None, int]:
     session, begun = run.session, time.monotonic()
-    if not run.candidates:
-        return None, 0
     incumbent = session.store.load_plan(session.device, run.problem)
+    if not run.candidates:
+        return incumbent, 0
     if budget_s is not None and budget_s <= 0:  # preparing a problem takes seconds that nobody has
         plan = _decide(run, options)  # of rows that no plan was made from: merged ones, or those of a killed run
         _save(session, plan, incumbent)
@@ -336,6 +339,16 @@ def _one_problem(
     finally:
         _save(session, plan, incumbent)
     return plan, unexplored
+
+
+def _nothing_to_measure(run: ProblemRun) -> str:
+    """Why a problem has no candidate, and what becomes of its plan."""
+    shown, more = run.refused[:SHOWN_REFUSED], len(run.refused) - SHOWN_REFUSED
+    reasons = (
+        "; ".join(shown) + (f"; and {more} more" if more > 0 else "") or f"no kernel of {run.problem.op} was named"
+    )
+    stays = run.session.store.load_plan(run.session.device, run.problem) is not None
+    return f"{run.problem.label}: nothing can be measured ({reasons})" + ("; its plan stays" if stays else "")
 
 
 def _save(session: Session, plan: Plan | None, incumbent: Plan | None) -> None:

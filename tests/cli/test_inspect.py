@@ -130,7 +130,14 @@ def test_why_shows_every_m_of_the_config_it_names(tuned, run):
     assert "delay_us=3000 small_m=False at every M\n" in done.out and "winner µs" in done.out
 
 
-@pytest.mark.parametrize("config", ["x", "{}", '{"delay_us": 1}'])
+@pytest.mark.parametrize("config", ["", "x", "{bad"])
+def test_a_config_that_is_no_json_is_told_to_be_none(tuned, run, config):
+    done = run("inspect", "40x64", "--why", "fake_good", "--config", config, "--db", tuned.path)
+    assert done.code == 2 and not done.out
+    assert done.err.startswith("error: --config is no JSON: ") and f"got {config!r}; expected such as" in done.err
+
+
+@pytest.mark.parametrize("config", ["1", "{}", '{"delay_us": 1}'])
 @pytest.mark.parametrize("extra", [(), ("--json",)])
 def test_why_of_a_config_that_nobody_measured_lists_what_was(tuned, run, config, extra):
     done = run("inspect", "40x64", "--why", "fake_good", "--config", config, "--db", tuned.path, *extra)
@@ -141,9 +148,9 @@ def test_why_of_a_config_that_nobody_measured_lists_what_was(tuned, run, config,
 
 
 def test_why_of_a_config_of_a_kernel_that_was_not_measured_says_how_to_tune(tuned, run):
-    done = run("inspect", "40x64", "--why", "cpu_blocked", "--config", "x", "--db", tuned.path)
+    done = run("inspect", "40x64", "--why", "cpu_blocked", "--config", "{}", "--db", tuned.path)
     said = " ".join(done.err.split())
-    assert done.code == 2 and "got 'x'; run `nvfp4 tune --shape 40,64`" in said
+    assert done.code == 2 and "got '{}'; run `nvfp4 tune --shape 40,64`" in said
 
 
 def test_why_as_json_for_one_config(tuned, run):
@@ -260,7 +267,20 @@ def test_a_device_is_chosen_by_a_part_of_its_name(two_devices, run):
     done = run("inspect", "40x64", "--device-name", "fake 4", "--db", two_devices, "--json")
     assert msgspec.json.decode(done.out, type=ProblemReport).device.name == "Fake 4000"
     assert "Fake 3000" not in run("inspect", "--device-name", "4000", "--db", two_devices).out
-    assert "no plan" in run("inspect", "40x64", "--device-name", "4000", "--db", two_devices).out
+    for arguments in (("40x64", "--device-name", "4000"), ()):
+        assert "no plan yet (not finished)" in run("inspect", *arguments, "--db", two_devices).out
+
+
+def test_a_problem_without_a_plan_of_which_something_failed_may_be_finished(tmp_path, run):
+    failed = msgspec.structs.replace(row(fake_device()), status="wrong", p50_us=None)
+    with Store.open(tmp_path / "t.db") as store:
+        store.add([failed])
+    out = run("inspect", "--db", tmp_path / "t.db").out
+    assert "no plan yet  " in out and "1 wrong" in out
+    assert (
+        "the tuning was cut short, or no candidate could be used"
+        in run("inspect", "40x64", "--db", tmp_path / "t.db").out
+    )
 
 
 @pytest.mark.parametrize("arguments", [("40x64",), ("40x64", "--device-name", "fake"), ("--device-name", "x")])
@@ -324,11 +344,35 @@ def test_warmup_binds_what_was_tuned(tuned, run):
     assert "warning" not in done.err
 
 
+def test_warmup_names_the_problems_that_it_leaves_out(tuned, run, tmp_path):
+    path = tmp_path / "t.db"
+    path.write_bytes(tuned.path.read_bytes())
+    with Store.open(path) as store:
+        for n in (24, 56):
+            store.add([msgspec.structs.replace(row(describe("cpu")), uuid=f"{n}", problem=Problem(n=n, k=64))])
+        store.add([row(fake_device())])  # of another device
+    done = run("warmup", "--device", "cpu", "--db", path, "--json", NVFP4_DB=str(path))
+    assert done.code == 0 and [warm["problem"]["n"] for warm in json.loads(done.out)] == [40]
+    words = "2 problems of the database have no plan and are left out: gemm 24x64 bf16, gemm 56x64 bf16"
+    assert f"warning: {words}\n" in done.err
+
+
 def test_warmup_of_an_untuned_shape_warns_and_prints_json(run, tmp_path):
     done = run("warmup", "--shape", "24,32", "--device", "cpu", "--json", NVFP4_DB=str(tmp_path / "no.db"))
     (warm,) = json.loads(done.out)
     assert (warm["problem"]["n"], warm["layout"]) == (24, "checkpoint")
     assert "nvfp4 tune --shape 24,32" in done.err
+
+
+@pytest.mark.parametrize("archs", ["", " ", "sm_90a,"])
+def test_an_architecture_without_a_name_is_refused(run, archs):
+    done = run("warmup", "--arch", archs, "--shape", "40,64")
+    assert done.code == 2 and f"--arch has an empty name; got {archs!r}" in done.err
+
+
+def test_fused_without_a_checkpoint_is_refused_by_warmup(run):
+    done = run("warmup", "--shape", "40,64", "--fused")
+    assert done.code == 2 and "--fused is for --checkpoint" in done.err
 
 
 def test_warmup_of_a_database_without_plans_for_this_device(two_devices, run):

@@ -76,7 +76,7 @@ def test_lines_for_files():
     assert "copy 4,100 GB/s, bf16 product 701 TFLOP/s" in text
     assert "note: something to know" in text
     assert "[1/1] gemm 4096x2048 bf16: 9 candidates, 2 measured by an earlier run, 1 min 00 s for it" in text
-    assert "no winner (2 wrong)" in text
+    assert "no plan yet (not finished): 2 wrong, 1 candidate not tried" in text
     assert "\x1b" not in text
     assert [done.measured for done in shown.finished] == [40]
 
@@ -92,13 +92,14 @@ def test_a_problem_that_is_tuned_again_with_time_left_by_others_is_one_problem()
 @pytest.mark.parametrize(
     ("unprepared", "unexplored", "failures", "words"),
     [
-        ("they need at least 900 GiB", 0, {}, "its inputs do not fit in memory"),
-        ("", 7, {}, "7 candidates not tried"),
-        ("", 7, {"wrong": 2}, "2 wrong"),
-        ("", 0, {}, "no kernel can run it"),
+        ("they need at least 900 GiB", 0, {}, "no winner (its inputs do not fit in memory)"),
+        ("", 7, {}, "no plan yet (not finished): 7 candidates not tried"),
+        ("", 7, {"wrong": 2}, "no plan yet (not finished): 2 wrong, 7 candidates not tried"),
+        ("", 0, {"wrong": 2}, "no winner (2 wrong)"),
+        ("", 0, {}, "no winner (no kernel can run it)"),
     ],
 )
-def test_why_there_is_no_winner(unprepared, unexplored, failures, words):
+def test_why_there_is_no_plan(unprepared, unexplored, failures, words):
     shown = Lines(console())
     shown(
         ProblemFinished(
@@ -112,7 +113,7 @@ def test_why_there_is_no_winner(unprepared, unexplored, failures, words):
             seconds=1.0,
         )
     )
-    assert shown.console.file.getvalue().rstrip().endswith(f"no winner ({words})")
+    assert shown.console.file.getvalue().rstrip().endswith(f": {words}")
 
 
 def test_progress_within_a_problem_is_not_a_flood():

@@ -45,10 +45,26 @@ def test_without_a_winner_it_ends_with_4_and_a_damaged_database_is_moved_aside(r
     path.write_bytes(b"not a database" * 100)
     done = run(*TINY, "--kernel", "fake_trouble", "--db", path)
     assert done.code == 4
-    assert "1 problem has no winner" in done.out
+    assert "1 problem has no winner\n`nvfp4 inspect SHAPE --kernels` and `--why KERNEL` say why\n" in done.out
     (kept,) = tmp_path.glob("t.db.corrupt-*")
     assert str(kept) in done.err
     assert "no winner (1 wrong)" in done.err
+
+
+def test_a_budget_that_leaves_no_time_is_told_from_kernels_that_fail(run, tmp_path):
+    arguments = (*TINY, "--kernel", "fake_good", "--db", tmp_path / "t.db")
+    done = run(*arguments, "--budget", "0.001s")
+    assert done.code == 4
+    assert "no plan yet (not finished): 6 candidates not tried" in done.err
+    assert "1 problem has no plan yet (not finished)\n6 candidates were not tried for lack of time" in done.out
+    assert "say why" not in done.out and "no winner" not in done.out + done.err
+
+
+def test_a_kernel_that_cannot_run_a_problem_leaves_its_plan(run, tuned):
+    done = run(*tuned.arguments[:-4], "--kernel", "marlin", "--db", tuned.path)
+    assert done.code == 0
+    assert "note: gemm 40x64 bfloat16: nothing can be measured (marlin: " in done.err and "; its plan stays" in done.err
+    assert "fake_good 1+" in done.out and "no winner" not in done.out + done.err
 
 
 @pytest.mark.parametrize(
@@ -62,6 +78,9 @@ def test_without_a_winner_it_ends_with_4_and_a_damaged_database_is_moved_aside(r
         (("--shape", "40,64", "--m", "0"), "values of M"),
         (("--shape", "40,64", "--tp", "0"), "--tp"),
         (("--shape", "40,64", "--tp", "2"), "--tp divides the layers of --model, --config and --checkpoint; got none"),
+        (("--shape", "40,64", "--fused"), "--fused is for --checkpoint; got none; leave it out"),
+        (("--moe", "experts=8,top_k=2,hidden=64,inter=32", "--fused"), "--fused is for --checkpoint"),
+        (("--grouped", "experts=8,n=64,k=32", "--fused"), "--fused is for --checkpoint"),
         (("--model", "mixtral", "--ep", "-1"), "--ep; got -1; expected at least 1"),
         (("--model", "mixtral", "--ep", "9"), "expert parallel size; got 9; expected 1 to 8, the number of experts"),
         (("--model", "mixtral", "--tp", "4", "--ep", "2"), "got --tp 4 --ep 2; expected a multiple of 4 for --ep"),

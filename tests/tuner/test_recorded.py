@@ -39,6 +39,17 @@ def test_every_format_holds_the_same_routing(tmp_path):
     assert recorded_ids(found[0], MOE, 3).tolist() == IDS
 
 
+@pytest.mark.parametrize("suffix", [".npy", ".safetensors", ".json"])
+def test_a_file_that_is_not_there_or_cannot_be_read_says_so_without_a_number(tmp_path, suffix):
+    path = tmp_path / f"nope{suffix}"
+    with pytest.raises(InvalidInput, match=f"^{re.escape(str(path))} cannot be read: there is no such file$"):
+        read_routing(path)
+    path.mkdir()
+    with pytest.raises(InvalidInput) as caught:
+        read_routing(path)
+    assert "[Errno" not in str(caught.value)
+
+
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.int8])
 def test_integers_of_every_kind_and_byte_order_are_the_same(tmp_path, dtype):
     ids = torch.tensor([[0, 3], [2, 1]])

@@ -143,6 +143,18 @@ def test_a_problem_that_nobody_can_run_has_no_winner(install, go):
     started = [event for event in seen if isinstance(event, ev.ProblemStarted)]
     assert [event.problem for event in started] == [odd, PROBLEM]
     assert started[0].refused == ("tiles: N is odd",)
+    assert result.notes == ["gemm 255x512 bfloat16: nothing can be measured (tiles: N is odd)"]
+
+
+def test_a_kernel_that_cannot_run_a_problem_leaves_its_plan(install, go, tmp_path, monkeypatch):
+    able, unable = Tiles(), Tiles(name="unable")
+    monkeypatch.setattr(unable, "supports", lambda device, problem: Verdict.no("never"))
+    install(able, unable)
+    first, _ = go()
+    again, seen = go(kernels=["unable"])
+    assert again.plans == first.plans and again.exit_code == 0 and again.measured == 0
+    words = "gemm 256x512 bfloat16: nothing can be measured (unable: never); its plan stays"
+    assert again.notes == [words] and [event.text for event in seen if isinstance(event, ev.Note)] == [words]
 
 
 def test_candidates_that_all_fail_give_exit_code_4(install, go):

@@ -180,7 +180,9 @@ def test_a_config_that_cannot_be_used_says_why(tmp_path, text, match):
 
 
 def test_a_config_that_is_not_there(tmp_path):
-    with pytest.raises(InvalidInput, match="cannot be read"):
+    with pytest.raises(
+        InvalidInput, match=r"/nowhere cannot be read: there is no such file; name a config\.json or its folder$"
+    ):
         problems_of_config(tmp_path / "nowhere")
 
 
