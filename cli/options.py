@@ -14,7 +14,7 @@ from ..errors import InvalidInput, message
 from ..kernels.problem import DTYPES, Problem
 from ..tuner.experts_workload import parse_grouped, parse_moe
 from ..tuner.hf_config import read_config
-from ..tuner.workload import parse_shape, problems_of_config, problems_of_model
+from ..tuner.workload import parse_shape, problems_of_config, problems_of_model, resolve_model
 from .checkpoint import open_for_tuning, problems_of_checkpoint
 from .checkpoint_experts import has_experts
 
@@ -124,7 +124,7 @@ def workload_options(command: F) -> F:
                 "models",
                 multiple=True,
                 metavar="NAME",
-                help="A shipped model, such as llama-3.1-8b: its layers, q, k and v fused, and its routed experts.",
+                help="A shipped model, such as llama-3.1-8b or a unique prefix: its layers, fused, and its routed experts.",
             ),
             click.option(
                 "--config",
@@ -210,6 +210,9 @@ def problems_of(
         )  # fmt: skip
     found: list[Problem] = []
     for name in models:
+        taken = resolve_model(name)
+        if taken.lower() != name.rsplit("/", 1)[-1].strip().lower():
+            click.echo(f"--model {name}: {taken}", err=True)
         found += problems_of_model(name, tp=tp, ep=ep, dtype=dtype or DTYPES[0])
     for path in configs:
         found += problems_of_config(path, tp=tp, ep=ep, dtype=dtype)

@@ -25,7 +25,9 @@ __all__ = ["tune"]
 @click.option("--m", "ms", metavar="LIST", help="Numbers of tokens, such as 1,8,64-512; by default 1 to 8192.")
 @click.option("--kernel", "kernels", multiple=True, metavar="NAME", help="Measure only this one; may be repeated.")
 @click.option("--allow-nondeterministic", is_flag=True, help="Also kernels whose last bits differ from run to run.")
-@click.option("--budget", type=parse_duration, metavar="TIME", help="For all problems together: 90s, 5m, 1h30m.")
+@click.option(
+    "--budget", type=parse_duration, metavar="TIME", help="For all problems together: 90s (or 90), 5m, 1h30m."
+)
 @click.option("--quick", is_flag=True, help="Fewer M, and crossovers between kernels are not refined.")
 @click.option(
     "--routing",

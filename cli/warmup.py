@@ -100,6 +100,7 @@ def warmup(
     if archs is not None:
         ctx.exit(0 if build_offline(archs.split(","), named, db=db, output=output, as_json=as_json) else 1)
     if db is not None:
+        Store.open(db, readonly=True).close()  # a file that is named is there
         os.environ["NVFP4_DB"] = str(db)  # the ops look there
     place = device or best_device()
     problems = named or _planned(place)

@@ -28,6 +28,7 @@ __all__ = [
     "problems_of_config",
     "problems_of_linears",
     "problems_of_model",
+    "resolve_model",
 ]
 
 QUICK_ANCHORS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096)
@@ -104,7 +105,7 @@ def problems_of_model(name: str, *, tp: int = 1, ep: int = 1, dtype: str = "bflo
     InvalidInput
         The name is unknown or not unique, a layer cannot be split `tp` ways, or there are fewer experts than `ep`.
     """
-    model = _models()[_resolve(name)]
+    model = _models()[resolve_model(name)]
     if not model.linears:
         note = f" ({model.note})" if model.note else ""
         raise InvalidInput(
@@ -129,7 +130,14 @@ def problems_of_model(name: str, *, tp: int = 1, ep: int = 1, dtype: str = "bflo
     return found
 
 
-def _resolve(name: str) -> str:
+def resolve_model(name: str) -> str:
+    """The shipped model that a name means: its own, or a unique prefix or suffix of it.
+
+    Raises
+    ------
+    InvalidInput
+        It is unknown or not unique.
+    """
     wanted = name.rsplit("/", 1)[-1].strip().lower()
     names = {known.lower(): known for known in model_names()}
     if wanted in names:

@@ -12,8 +12,11 @@ import pytest
 import rich_click as click
 import torch
 from nvfp4.cli.app import app
+from nvfp4.dispatch.offline import TYPICAL, capability_of
 from nvfp4.kernels import registry
+from nvfp4.kernels.cuda.compile import ARCHITECTURES
 from nvfp4.testing.checkpoints import modelopt, write_checkpoint
+from nvfp4.tuner.workload import ANCHORS, QUICK_ANCHORS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,6 +44,26 @@ def test_every_option_is_documented_and_no_other(name):
     documented = set(re.findall(r"`(--?[a-z-]+)", section(name)))
     existing = {option for option in options(app.commands[name]) if option not in ("--help", "-h")}
     assert documented == existing
+
+
+@pytest.mark.parametrize(("option", "ms"), [("--m LIST", ANCHORS), ("--quick", QUICK_ANCHORS)])
+def test_the_page_has_the_numbers_of_tokens_that_are_tuned(option, ms):
+    (line,) = (line for line in section("tune").splitlines() if line.startswith(f"| `{option}`"))
+    count, numbers = re.search(r"these (\d+): ([\d, ]+\d)", line).groups()
+    assert (int(count), tuple(map(int, numbers.split(", ")))) == (len(ms), ms)
+
+
+def test_the_page_has_the_architectures_that_are_built_without_a_database():
+    (line,) = (line for line in section("warmup").splitlines() if line.startswith("| `--arch LIST`"))
+    assert ", ".join(ARCHITECTURES[capability] for capability in sorted(TYPICAL)) + ", and those of GPUs" in line
+    assert capability_of("sm_90", TYPICAL) == capability_of("sm_90a", TYPICAL)
+
+
+def test_every_page_with_notes_is_linked():
+    linked = {
+        (page.parent / path).resolve() for page in LINKED for path in re.findall(r"\]\(([^)#]+)", page.read_text())
+    }
+    assert set((ROOT / "docs").resolve().rglob("*.md")) <= linked
 
 
 def test_the_readme_or_the_page_names_every_command():

@@ -364,6 +364,13 @@ def test_warmup_of_an_untuned_shape_warns_and_prints_json(run, tmp_path):
     assert "nvfp4 tune --shape 24,32" in done.err
 
 
+def test_a_database_that_is_named_must_be_there(run, tmp_path):
+    commands = (("inspect", "40x64"), ("inspect",), ("warmup", "--shape", "40,64", "--device", "cpu"), ("warmup",))
+    for command in commands:
+        done = run(*command, "--db", tmp_path / "none.db")
+        assert (done.code, done.out) == (1, "") and f"{tmp_path / 'none.db'}: there is none" in done.err
+
+
 @pytest.mark.parametrize("archs", ["", " ", "sm_90a,"])
 def test_an_architecture_without_a_name_is_refused(run, archs):
     done = run("warmup", "--arch", archs, "--shape", "40,64")

@@ -181,6 +181,16 @@ def test_what_is_left_out_of_a_model_is_one_line(run, tmp_path):
     assert first.startswith("warning: ") and "its experts are left out: the inner size cannot be divided" in first
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("8x7b", ["--model 8x7b: Mixtral-8x7B"]), ("meta-llama/Llama-3.1-8b", []), ("llama-3.1-8b", [])],
+)
+def test_the_model_that_a_part_of_a_name_means_is_said(run, tmp_path, name, said):
+    with Store.open(tmp_path / "t.db"):  # so that it ends before it measures
+        done = run("tune", "--model", name, "--device", "cpu", "--db", tmp_path / "t.db")
+    assert done.err.splitlines()[:-1] == said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_saves_what_was_measured_and_has_its_own_code(tmp_path, number, code, descendants, gone):
