@@ -7,6 +7,8 @@ import os
 import sys
 from typing import Any, NoReturn, TextIO, cast
 
+from .signals import TERMINATED, Terminated, ends_on_sigterm
+
 __all__ = ["FAILED", "INTERRUPTED", "main"]
 
 FAILED, INTERRUPTED = 1, 130
@@ -58,10 +60,11 @@ def main() -> NoReturn:
 
 def _run() -> NoReturn:
     try:
-        from .app import app
+        with ends_on_sigterm():
+            from .app import app
 
-        app(prog_name="nvfp4")
-    except KeyboardInterrupt:
+            app(prog_name="nvfp4")
+    except KeyboardInterrupt as stop:
         print("interrupted", file=sys.stderr)
-        sys.exit(INTERRUPTED)
+        sys.exit(TERMINATED if isinstance(stop, Terminated) else INTERRUPTED)
     sys.exit(0)

@@ -115,7 +115,7 @@ def inspect(
         _layouts(shapes, db, device_name, dtype, as_json)
         return
     if len(shapes) > 1:
-        raise click.UsageError("several SHAPEs are for --layout")
+        raise click.UsageError("several SHAPEs are for --layout; a name with spaces goes in quotes")
     if shape is None:
         _refuse_without_shape(why_kernel=why_kernel, kernels=list_kernels, roofline=roofline)
     if config is not None and why_kernel is None:

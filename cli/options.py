@@ -124,7 +124,7 @@ def workload_options(command: F) -> F:
                 "models",
                 multiple=True,
                 metavar="NAME",
-                help="A shipped model, such as llama-3.1-8b or a unique prefix: its layers, fused, and its routed experts.",
+                help="A shipped model, such as llama-3.1-8b or a unique prefix: its layers, fused, and routed experts.",
             ),
             click.option(
                 "--config",

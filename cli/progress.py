@@ -212,7 +212,7 @@ def without_plan(event: ProblemFinished) -> str:
     if is_unfinished(event):
         parts = [failed, f"{plural(event.unexplored, 'candidate')} not tried"]
         return f"{NOT_FINISHED}: {', '.join(part for part in parts if part)}"
-    return f"no winner ({NO_MEMORY if event.unprepared else failed or 'no kernel can run it'})"
+    return f"no winner ({NO_MEMORY if event.unprepared else failed or 'nothing can be measured'})"
 
 
 def _ms_words(ms: Sequence[int]) -> str:

@@ -187,7 +187,7 @@ def test_ranks_of_experts_that_are_left_out_leave_dense_layers(write, run, tmp_p
     config = CONFIG | {"hidden_act": None, "vocab_size": 112, "num_attention_heads": 4, "num_key_value_heads": 4}
     path = write(DENSE | layer(0), config=config)
     for options, count in (("--checkpoint", path), 1), (("--config", path), 3):
-        done = run("warmup", *options, "--ep", "2", "--device", "cpu", "--json", "--db", tmp_path / "t.db")
+        done = run("warmup", *options, "--ep", "2", "--device", "cpu", "--json")
         assert done.code == 0 and "left out: " in done.err and "--moe experts=2,top_k=2" in done.err
         assert len(json.loads(done.out)) == count
 

@@ -1,4 +1,4 @@
-"""The command as a process: output that cannot be written, and Ctrl-C."""
+"""The command as a process: output that cannot be written, Ctrl-C and SIGTERM."""
 
 import os
 import subprocess
@@ -12,6 +12,24 @@ COMMAND = (sys.executable, "-m", "nvfp4")
 def test_importing_the_package_leaves_ctrl_c_alone():
     code = "import signal, nvfp4; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_commands_are_imported_is_no_traceback(number, code):
+    script = f"""
+import os, signal, sys
+
+class Finder:
+    def find_spec(self, name, *rest):
+        if name == "nvfp4.cli.app":
+            os.kill(os.getpid(), signal.{number})
+
+sys.meta_path.insert(0, Finder())
+from nvfp4.cli import main
+main()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "", "interrupted\n")
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

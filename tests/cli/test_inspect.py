@@ -101,6 +101,8 @@ def test_a_problem_is_found_by_its_name_in_the_tables(tuned, run):
         assert run("inspect", text, "--db", tuned.path).out == expected.out
     done = run("inspect", "--layout", name, "--db", tuned.path)
     assert done.code == 0 and name in done.out
+    done = run("inspect", *name.split(), "--db", tuned.path)
+    assert done.code == 2 and "a name with spaces goes in quotes" in " ".join(done.err.replace("│", " ").split())
     done = run("inspect", name, "--dtype", "float16", "--db", tuned.path)
     assert done.code == 2 and "has another dtype" in done.err
 

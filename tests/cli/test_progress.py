@@ -96,7 +96,7 @@ def test_a_problem_that_is_tuned_again_with_time_left_by_others_is_one_problem()
         ("", 7, {}, "no plan yet (not finished): 7 candidates not tried"),
         ("", 7, {"wrong": 2}, "no plan yet (not finished): 2 wrong, 7 candidates not tried"),
         ("", 0, {"wrong": 2}, "no winner (2 wrong)"),
-        ("", 0, {}, "no winner (no kernel can run it)"),
+        ("", 0, {}, "no winner (nothing can be measured)"),
     ],
 )
 def test_why_there_is_no_plan(unprepared, unexplored, failures, words):
