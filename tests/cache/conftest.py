@@ -13,6 +13,7 @@ import filelock
 import platformdirs  # noqa: F401  loaded before a test gives up root, which may be needed to read it
 import pytest
 import sqlite_utils  # noqa: F401
+from nvfp4.cache.plan import make_plan
 from nvfp4.cache.records import BASELINE, Environment, Measurement
 from nvfp4.kernels.kernel import Config, Kernel, Space, implementation_hash
 from nvfp4.kernels.problem import YES, Device, Problem, Verdict
@@ -98,6 +99,21 @@ def fake() -> SimpleNamespace:
         environment=ENVIRONMENT,
         baseline=BASELINE,
     )
+
+
+@pytest.fixture
+def plan(fake):
+    def make(rows, *kernels, **options):
+        return make_plan(
+            fake.device,
+            fake.problem,
+            rows,
+            kernels={kernel.name: kernel for kernel in kernels},
+            environment=fake.environment,
+            **options,
+        )
+
+    return make
 
 
 @pytest.fixture

@@ -6,8 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from nvfp4.cache.store import Store
 from nvfp4.cli.app import app
 from nvfp4.kernels import build, registry
+from nvfp4.testing.fakes import fake_device
+
+from .rows import row
 
 WIDTHS = (40, 80, 120)
 
@@ -64,3 +68,11 @@ def columns(request):
 def no_database_of_the_user(tmp_path, monkeypatch):
     if "NVFP4_DB" not in os.environ:
         monkeypatch.setenv("NVFP4_DB", str(tmp_path / "none.db"))
+
+
+@pytest.fixture
+def two_devices(tmp_path):
+    path = tmp_path / "two.db"
+    with Store.open(path) as store:
+        store.add([row(fake_device("Fake 3000")), row(fake_device("Fake 4000"))])
+    return path

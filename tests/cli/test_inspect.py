@@ -1,4 +1,4 @@
-"""`nvfp4 inspect`, `warmup` and `env`: tables that fit, JSON that parses, messages that help."""
+"""`nvfp4 inspect` and `env`: tables that fit, JSON that parses, messages that help."""
 
 import json
 import sqlite3
@@ -9,7 +9,7 @@ from nvfp4.cache.fingerprint import environment
 from nvfp4.cache.inspect import ProblemReport, Summary
 from nvfp4.cache.layouts import LayoutReport
 from nvfp4.cache.plan import make_plan
-from nvfp4.cache.records import Interval, Measurement
+from nvfp4.cache.records import Interval
 from nvfp4.cache.store import Store
 from nvfp4.cache.why import Why
 from nvfp4.cli.words import planned
@@ -19,6 +19,8 @@ from nvfp4.kernels.kernel import implementation_hash
 from nvfp4.kernels.problem import Device, Problem
 from nvfp4.testing.fakes import fake_device
 
+from .rows import row
+
 pytestmark = pytest.mark.usefixtures("fakes")
 
 
@@ -26,32 +28,6 @@ def fits(text, columns):
     """No line is wider than the terminal, and nothing is cut."""
     too_wide = [line for line in text.splitlines() if len(line.rstrip()) > columns and not line.startswith("database ")]
     return not too_wide and "…" not in text
-
-
-def row(device):
-    problem = Problem(n=40, k=64)
-    kernel = registry.get("fake_good")
-    config = kernel.default_config(device, problem, 1)
-    return Measurement(
-        device=device,
-        environment=environment(),
-        problem=problem,
-        kernel=kernel.name,
-        config=config.to_json(),
-        layout="checkpoint",
-        implementation=implementation_hash(kernel),
-        m=1,
-        status="ok",
-        p50_us=7.5,
-    )
-
-
-@pytest.fixture
-def two_devices(tmp_path):
-    path = tmp_path / "two.db"
-    with Store.open(path) as store:
-        store.add([row(fake_device("Fake 3000")), row(fake_device("Fake 4000"))])
-    return path
 
 
 def test_the_summary_has_a_line_for_every_problem_at_any_width(tuned, run, columns):
@@ -340,53 +316,11 @@ def test_an_empty_database(run, tmp_path):
     assert run("inspect", "40x64", "--db", tmp_path / "t.db").code == 1
 
 
-def test_warmup_binds_what_was_tuned(tuned, run):
-    done = run("warmup", "--device", "cpu", "--db", tuned.path, NVFP4_DB=str(tuned.path))
-    assert done.code == 0 and "gemm 40x64 bf16" in done.out
-    assert "warning" not in done.err
-
-
-def test_warmup_names_the_problems_that_it_leaves_out(tuned, run, tmp_path):
-    path = tmp_path / "t.db"
-    path.write_bytes(tuned.path.read_bytes())
-    with Store.open(path) as store:
-        for n in (24, 56):
-            store.add([msgspec.structs.replace(row(describe("cpu")), uuid=f"{n}", problem=Problem(n=n, k=64))])
-        store.add([row(fake_device())])  # of another device
-    done = run("warmup", "--device", "cpu", "--db", path, "--json", NVFP4_DB=str(path))
-    assert done.code == 0 and [warm["problem"]["n"] for warm in json.loads(done.out)] == [40]
-    words = "2 problems of the database have no plan and are left out: gemm 24x64 bf16, gemm 56x64 bf16"
-    assert f"warning: {words}\n" in done.err
-
-
-def test_warmup_of_an_untuned_shape_warns_and_prints_json(run, tmp_path):
-    done = run("warmup", "--shape", "24,32", "--device", "cpu", "--json", NVFP4_DB=str(tmp_path / "no.db"))
-    (warm,) = json.loads(done.out)
-    assert (warm["problem"]["n"], warm["layout"]) == (24, "checkpoint")
-    assert "nvfp4 tune --shape 24,32" in done.err
-
-
 def test_a_database_that_is_named_must_be_there(run, tmp_path):
     commands = (("inspect", "40x64"), ("inspect",), ("warmup", "--shape", "40,64", "--device", "cpu"), ("warmup",))
     for command in commands:
         done = run(*command, "--db", tmp_path / "none.db")
         assert (done.code, done.out) == (1, "") and f"{tmp_path / 'none.db'}: there is none" in done.err
-
-
-@pytest.mark.parametrize("archs", ["", " ", "sm_90a,"])
-def test_an_architecture_without_a_name_is_refused(run, archs):
-    done = run("warmup", "--arch", archs, "--shape", "40,64")
-    assert done.code == 2 and f"--arch has an empty name; got {archs!r}" in done.err
-
-
-def test_fused_without_a_checkpoint_is_refused_by_warmup(run):
-    done = run("warmup", "--shape", "40,64", "--fused")
-    assert done.code == 2 and "--fused is for --checkpoint" in done.err
-
-
-def test_warmup_of_a_database_without_plans_for_this_device(two_devices, run):
-    done = run("warmup", "--device", "cpu", "--db", two_devices, NVFP4_DB=str(two_devices))
-    assert done.code == 1 and "has no plan for" in done.err
 
 
 def test_env_at_any_width(tuned, run, columns):
