@@ -216,8 +216,8 @@ def product_us(device: Device, problem: Problem, size: Size, c: MarlinConfig, m:
 def best(device: Device, problem: Problem, m: int) -> tuple[int, tuple[tuple[str, int], ...]]:
     """Tokens, and for every product its shape and split: what takes least time by `product_us`.
 
-    Of tokens that differ by less than CLOSE the fewest: 64 tokens of Qwen3-30B-A3B took 97 us with tiles of 8, 109 with
-    16, and are foreseen to take the same (NVIDIA H200, 2026-11).
+    Of tokens that differ by less than CLOSE the fewest: 64 tokens of Qwen3-30B-A3B took 97 us with tiles of 8, 104 with
+    16, and are foreseen to take the same (NVIDIA H200, 2026-12).
     """
     found = []
     for tokens in TOKENS:

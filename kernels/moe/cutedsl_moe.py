@@ -40,7 +40,8 @@ class CuteDslMoe(CuteDslExperts):
 
     name = "cutedsl_moe"
     op = "moe"
-    # Ahead of `marlin_moe` at 512 tokens (Qwen3-30B-A3B: 151 and 218 us), behind at 64 (116 and 109; H200, 2026-12).
+    # Ahead of `marlin_moe` at 512 tokens (Qwen3-30B-A3B 156 and 231 us, DeepSeek-V3 2,161 and 2,577; H200, 2026-12), at
+    # 256 with the first only (131 and 152, 2,086 and 1,953).
     made_for = ((257, None),)
 
     def build(self, device: Device, problem: Problem, config: CuteDslExpertsConfig) -> MoeLauncher:

@@ -36,7 +36,7 @@ F32_TINY = 2.0**-149
 # Value of each code; bit 3 is the sign, code 8 is minus zero.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
-# float32 [256, 2]: both values of a byte. Not float64: CUDA gathers rows of 16 bytes one by one, 20 times slower.
+# float32 [256, 2]: both values of a byte. Not float64: rows of 16 bytes get a CUDA block each, which is slow.
 PAIRS = torch.tensor(
     [(E2M1_VALUES[b & 15], E2M1_VALUES[b >> 4]) for b in range(256)], dtype=torch.float32, device="cpu"
 )
