@@ -165,7 +165,7 @@ def check_tokens(x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
             message(
                 "topk_ids do not fit x",
                 got=f"{ids} for x of shape {tuple(x.shape)}",
-                expected=f"(*{tokens}, top_k), top_k at least 1",
+                expected=f"({', '.join(map(str, (*tokens, 'top_k')))}), top_k at least 1",
             )
         )
     if weights != ids:

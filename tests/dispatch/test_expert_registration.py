@@ -175,7 +175,10 @@ ERRORS = {  # changed arguments of a moe with E = 4, hidden 64, inter 48, top_k 
     "a constant it has not": ({"alpha": 1.0}, "activation swiglu has no alpha"),
     "inter": ({"inter": 64}, "wrong inter; got 64; expected 48"),
     "ids float": ({"topk_ids": torch.zeros(5, 2)}, "wrong dtype of topk_ids"),
-    "ids of other tokens": ({"topk_ids": torch.zeros(4, 2, dtype=torch.int32)}, "topk_ids do not fit x; got (4, 2)"),
+    "ids of other tokens": (
+        {"topk_ids": torch.zeros(4, 2, dtype=torch.int32)},
+        "topk_ids do not fit x; got (4, 2) for x of shape (5, 64); expected (5, top_k), top_k at least 1",
+    ),
     "a scalar id": ({"topk_ids": torch.zeros((), dtype=torch.int32)}, "topk_ids do not fit x; got ()"),
     "no ids": ({"topk_ids": torch.zeros(5, 0, dtype=torch.int32)}, "topk_ids do not fit x"),
     "weights half": ({"topk_weights": torch.zeros(5, 2).half()}, "wrong dtype of topk_weights"),
